@@ -1,0 +1,88 @@
+"""Every environment variable that jax_b12x reads: name, type, default, check and meaning.
+
+This is the only module that looks at the environment. A value is read when it is asked for, so that
+a test may set a variable, and a bad value raises :class:`ConfigError`, which names the variable, what
+it was and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """An environment variable holds a value that it may not hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvVar(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+      name: its name in the environment.
+      default: the value when it is unset or empty.
+      parse: turns the text into a value; raises ``ValueError`` for text that is not allowed.
+      allowed: the allowed forms, in words, for the error message and the documentation.
+      meaning: what it does, in one or two sentences.
+    """
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    allowed: str
+    meaning: str
+
+    def get(self) -> T:
+        """Returns the value in force.
+
+        Raises:
+          ConfigError: the text in the environment is not one of the allowed forms.
+        """
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ConfigError(f"{self.name}={text!r} is not understood; allowed: {self.allowed}") from None
+
+
+def _parse_tristate(text: str) -> bool | None:
+    return _choice({"0": False, "1": True}, text)
+
+
+def _choice(choices: dict[str, T], text: str) -> T:
+    try:
+        return choices[text]
+    except KeyError:
+        raise ValueError(text) from None
+
+
+NVFP4_SPLIT_DECODE: EnvVar[bool | None] = EnvVar(
+    name="B12X_NVFP4_SPLIT_DECODE",
+    default=None,
+    parse=_parse_tristate,
+    allowed="0 (fused), 1 (split), or unset (the plan decides)",
+    meaning=(
+        "Forces how `nvfp4` decode is launched: 0 fused (diagnostic), 1 split. It does not touch "
+        "other recipes, the dynamic path, or a plan whose caller names an implementation."
+    ),
+)
+
+HOST_ISA: EnvVar[str] = EnvVar(
+    name="B12X_HOST_ISA",
+    default="auto",
+    parse=lambda text: _choice({isa: isa for isa in ("auto", "baseline", "avx2", "avx512")}, text),
+    allowed="auto, baseline, avx2 or avx512",
+    meaning=(
+        "The instruction set of the CPU kernels. `auto` takes the widest that this processor has; a "
+        "set that it lacks is refused."
+    ),
+)
+
+ALL: tuple[EnvVar[object], ...] = (NVFP4_SPLIT_DECODE, HOST_ISA)  # type: ignore[assignment]

@@ -1,0 +1,1 @@
+"""Mixture of experts: recipes, plans, weights, routing and the op."""

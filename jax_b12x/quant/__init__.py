@@ -1,0 +1,1 @@
+"""Quantized formats and their exact arithmetic."""
