@@ -1,0 +1,107 @@
+# From a clone to a running model: `make demo`. From a clone to green tests: `make test`.
+#
+# Everything goes into one virtual environment. Stamps in it remember what is done, so that a second
+# call does nothing twice and a call after an interruption goes on from the step that was cut short.
+#
+#   PYTHON=python3.12    the interpreter that the environment is made with (3.11 or newer)
+#   VENV=.venv-py312     where the environment is
+#   JAX=0.11.2           a certain version of jax and jaxlib instead of the newest supported one
+#   VERBOSE=1            show the output of every step
+#   PYTEST_ARGS="-k quant"   more arguments for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+STAMPS := $(VENV)/.b12x
+VENV_PYTHON := $(VENV)/bin/python
+STEP := LOG_DIR=build/logs sh tools/step.sh
+PIP := "$(VENV_PYTHON)" -m pip --disable-pip-version-check --no-input
+
+VENV_STAMP := $(STAMPS)/venv
+DEPS_STAMP := $(STAMPS)/deps$(addprefix -jax-,$(JAX))
+LINT_STAMP := $(STAMPS)/lint
+BUILD_STAMP := $(STAMPS)/build
+
+# What the extension is compiled from. Python files are not here: the install is editable.
+BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find cmake ffi cuda -type f 2>/dev/null)
+CXX_FILES = $(shell find ffi cuda -type f \
+  \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+
+# The variables of another Python must not leak into this one.
+unexport PYTHONHOME PYTHONPATH
+export PIP_USER := 0
+
+.PHONY: help demo test lint format build clean distclean
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+help:
+	@echo "make demo       set up, build, and let the model in examples/flax_moe write"
+	@echo "make test       set up, build, and run the tests"
+	@echo "make lint       ruff, mypy, clang-format, and the rules between the parts of the code"
+	@echo "make format     let ruff and clang-format rewrite the sources"
+	@echo "make build      set up and build the extension only"
+	@echo "make clean      remove what was built; distclean removes the environment as well"
+
+demo: $(BUILD_STAMP)
+	@"$(VENV_PYTHON)" -m examples.flax_moe.demo $(DEMO_ARGS)
+
+test: $(BUILD_STAMP)
+	@echo "==> Running the tests"
+	@"$(VENV_PYTHON)" -m pytest $(PYTEST_ARGS)
+
+lint: $(DEPS_STAMP) $(LINT_STAMP)
+	@$(STEP) ruff-check "Linting Python (ruff check)" "$(VENV)/bin/ruff" check .
+	@$(STEP) ruff-format "Checking its format (ruff format)" "$(VENV)/bin/ruff" format --check .
+	@$(STEP) mypy "Checking its types (mypy)" "$(VENV)/bin/mypy"
+	@$(if $(CXX_FILES),$(STEP) clang-format "Checking the format of C++ and CUDA (clang-format)" \
+	  "$(VENV)/bin/clang-format" --dry-run -Werror $(CXX_FILES))
+	@$(STEP) doors "Checking the rules between the parts (tools/check_doors.py)" \
+	  "$(VENV_PYTHON)" tools/check_doors.py
+
+format: $(LINT_STAMP)
+	@"$(VENV)/bin/ruff" check --fix --quiet . || true
+	@"$(VENV)/bin/ruff" format .
+	@$(if $(CXX_FILES),"$(VENV)/bin/clang-format" -i $(CXX_FILES))
+
+build: $(BUILD_STAMP)
+	@echo "The extension in $(VENV) is up to date."
+
+clean:
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -f "$(BUILD_STAMP)"
+	@find jax_b12x tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean
+	@rm -rf "$(VENV)"
+
+$(VENV_STAMP):
+	@sh tools/preflight.sh "$(PYTHON)"
+	@$(STEP) venv "Making the virtual environment $(VENV)" \
+	  sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
+	@touch "$@"
+
+$(DEPS_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
+	@rm -f "$(STAMPS)"/deps* "$(BUILD_STAMP)"
+	@"$(VENV_PYTHON)" tools/requirements.py --jax "$(JAX)" build runtime test example \
+	  > "$(STAMPS)/requirements.txt"
+	@$(STEP) deps "Installing jax and what else is needed (about 250 MB the first time)" \
+	  $(PIP) install -r "$(STAMPS)/requirements.txt"
+	@"$(VENV_PYTHON)" tools/requirements.py cmake > "$(STAMPS)/requirements-cmake.txt"
+	@test ! -s "$(STAMPS)/requirements-cmake.txt" || \
+	  $(STEP) cmake "Installing CMake and Ninja" $(PIP) install -r "$(STAMPS)/requirements-cmake.txt"
+	@touch "$@"
+
+$(LINT_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
+	@"$(VENV_PYTHON)" tools/requirements.py lint > "$(STAMPS)/requirements-lint.txt"
+	@$(STEP) lint-deps "Installing the linters" $(PIP) install -r "$(STAMPS)/requirements-lint.txt"
+	@touch "$@"
+
+$(BUILD_STAMP): $(BUILD_INPUTS) $(DEPS_STAMP)
+	@sh tools/preflight.sh "$(VENV_PYTHON)"
+	@$(STEP) build "Compiling the extension" \
+	  $(PIP) install --no-build-isolation --no-deps --verbose -e .
+	@touch "$@"
