@@ -1,8 +1,13 @@
 # The one list of C++ and CUDA sources; every build system reads it from here.
+
+# CPU kernels and the host runtime: no XLA types.
 set(B12X_HOST_SOURCES
-    ffi/host/moe_host.cc)
+    ffi/host/isa.cc)
+# The module `_b12x`: FFI handlers of the `cpu` platform.
 set(B12X_MODULE_SOURCES
     ffi/module.cc
     ffi/handlers/moe_cpu.cc)
+# CUDA kernels and launchers, compiled by nvcc: no XLA types.
 set(B12X_CUDA_SOURCES)
+# The module `_b12x_cuda`: FFI handlers of the `CUDA` platform, compiled by the C++ compiler.
 set(B12X_CUDA_MODULE_SOURCES)

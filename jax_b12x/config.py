@@ -1,8 +1,8 @@
 """Every environment variable that jax_b12x reads: name, type, default, check and meaning.
 
 This is the only module that looks at the environment. A value is read when it is asked for, so that
-a test may set a variable, and a bad value raises :class:`ConfigError`, which names the variable, what
-it was and what is allowed.
+a test may set a variable, and a bad value raises :class:`ConfigError`, which names the variable,
+what it was and what is allowed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class EnvVar(Generic[T]):
         try:
             return self.parse(text)
         except ValueError:
-            raise ConfigError(f"{self.name}={text!r} is not understood; allowed: {self.allowed}") from None
+            raise ConfigError(
+                f"{self.name}={text!r} is not understood; allowed: {self.allowed}"
+            ) from None
 
 
 def _parse_tristate(text: str) -> bool | None:
@@ -80,8 +82,8 @@ HOST_ISA: EnvVar[str] = EnvVar(
     parse=lambda text: _choice({isa: isa for isa in ("auto", "baseline", "avx2", "avx512")}, text),
     allowed="auto, baseline, avx2 or avx512",
     meaning=(
-        "The instruction set of the CPU kernels. `auto` takes the widest that this processor has; a "
-        "set that it lacks is refused."
+        "The instruction set of the CPU kernels. `auto` takes the widest that this processor has; "
+        "a set that it lacks is refused."
     ),
 )
 

@@ -14,8 +14,8 @@ ActivationKind = Literal["silu", "swiglu_oai"]
 class Recipe:
     """What is multiplied, in which format, and what is rounded in between.
 
-    With ``x: [num_tokens, hidden]`` and an expert's ``w13: [2 * intermediate, hidden]`` (gate rows, then
-    up rows) and ``w2: [hidden, intermediate]``::
+    With ``x: [num_tokens, hidden]`` and an expert's ``w13: [2 * intermediate, hidden]`` (gate rows,
+    then up rows) and ``w2: [hidden, intermediate]``::
 
         a   = input(x)                              # w4a16: x;    nvfp4: quantized to NVFP4
         g,u = a @ dequantize(w13).T (+ bias)        # products exact, accumulated in fp32
@@ -48,7 +48,8 @@ class Activation:
     """The gated activation between the two products, computed in fp32.
 
     ``silu``: ``silu(gate) * up``. ``swiglu_oai`` (GPT-OSS): with ``gate = min(gate, limit)`` and
-    ``up = clip(up, -limit, limit)``, ``(up + 1) * gate * sigmoid(alpha * gate)``. A NaN stays NaN in both.
+    ``up = clip(up, -limit, limit)``, ``(up + 1) * gate * sigmoid(alpha * gate)``. A NaN stays NaN
+    in both.
 
     Attributes:
       kind: which of the two.
@@ -80,4 +81,6 @@ def get_recipe(name: str) -> Recipe:
     try:
         return RECIPES[name]
     except KeyError:
-        raise ValueError(f"recipe is {name!r}; it must be one of {', '.join(map(repr, RECIPES))}") from None
+        raise ValueError(
+            f"recipe is {name!r}; it must be one of {', '.join(map(repr, RECIPES))}"
+        ) from None

@@ -1,0 +1,13 @@
+// Every handler family, one line each. A family is defined in the .cc file of the same name.
+#ifndef JAX_B12X_FFI_HANDLERS_FAMILIES_H_
+#define JAX_B12X_FFI_HANDLERS_FAMILIES_H_
+
+#include "ffi/registry.h"
+
+namespace b12x::ffi {
+
+void RegisterMoeCpu(Registry& registry);
+
+}  // namespace b12x::ffi
+
+#endif  // JAX_B12X_FFI_HANDLERS_FAMILIES_H_
