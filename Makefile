@@ -5,6 +5,7 @@
 #
 #   PYTHON=python3.12    the interpreter that the environment is made with (3.11 or newer)
 #   VENV=.venv-py312     where the environment is
+#   CUDA=off             leave the CUDA half out even where nvcc is
 #   JAX=0.11.2           a certain version of jax and jaxlib instead of the newest supported one
 #   VERBOSE=1            show the output of every step
 #   PYTEST_ARGS="-k quant"   more arguments for pytest
@@ -12,6 +13,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
+CUDA ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -29,6 +31,19 @@ BUILD_STAMP := $(STAMPS)/build
 BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find cmake ffi cuda -type f 2>/dev/null)
 CXX_FILES = $(shell find ffi cuda -type f \
   \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
+
+# A PYTHON that the command line names must be the one that the environment was made with.
+ifeq ($(origin PYTHON),command line)
+ifneq ($(wildcard $(VENV_STAMP)),)
+ifeq ($(filter clean distclean,$(MAKECMDGOALS)),)
+version_of = $(shell "$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+ifneq ($(call version_of,$(PYTHON)),$(call version_of,$(VENV_PYTHON)))
+$(error $(VENV) holds Python $(call version_of,$(VENV_PYTHON)), not $(PYTHON): \
+  name another with VENV=..., or run `make distclean` first)
+endif
+endif
+endif
+endif
 
 # The variables of another Python must not leak into this one.
 unexport PYTHONHOME PYTHONPATH
@@ -88,7 +103,7 @@ $(DEPS_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 	@rm -f "$(STAMPS)"/deps* "$(BUILD_STAMP)"
 	@"$(VENV_PYTHON)" tools/requirements.py --jax "$(JAX)" build runtime test example \
 	  > "$(STAMPS)/requirements.txt"
-	@$(STEP) deps "Installing jax and what else is needed (about 250 MB the first time)" \
+	@$(STEP) deps "Installing jax and what else is needed (a few hundred MB the first time)" \
 	  $(PIP) install -r "$(STAMPS)/requirements.txt"
 	@"$(VENV_PYTHON)" tools/requirements.py cmake > "$(STAMPS)/requirements-cmake.txt"
 	@test ! -s "$(STAMPS)/requirements-cmake.txt" || \
@@ -103,5 +118,5 @@ $(LINT_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 $(BUILD_STAMP): $(BUILD_INPUTS) $(DEPS_STAMP)
 	@sh tools/preflight.sh "$(VENV_PYTHON)"
 	@$(STEP) build "Compiling the extension" \
-	  $(PIP) install --no-build-isolation --no-deps --verbose -e .
+	  $(PIP) install --no-build-isolation --no-deps --verbose $(if $(filter off,$(CUDA)),-Ccmake.define.B12X_CUDA=OFF) -e .
 	@touch "$@"

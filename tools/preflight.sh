@@ -16,7 +16,7 @@ lacks() { # PACKAGE MESSAGE
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || version=
 case $version in
   "")
-    lacks python3 "Python 3.11 or newer: \`$python\` is not there or does not start"
+    lacks "python3 python3-venv python3-dev" "Python 3.11 or newer: \`$python\` is not there or does not start"
     ;;
   3.[0-9] | 3.10 | [0-2].*)
     other=
@@ -55,7 +55,7 @@ else
   echo '#include <optional>
 int main() { if constexpr (sizeof(std::optional<int>) > 0) return 0; }' >"$probe/probe.cc"
   if ! $compiler -std=c++17 -o "$probe/probe" "$probe/probe.cc" >"$probe/log" 2>&1; then
-    lacks g++ "a C++17 compiler: \`$compiler\` does not compile a small C++17 program: $(head -n 1 "$probe/log")"
+    lacks g++ "a C++17 compiler: \`$compiler\` does not compile a small C++17 program: $(grep -m 1 error "$probe/log" | cut -c 1-200)"
   fi
   rm -rf "$probe"
 fi

@@ -37,7 +37,8 @@ def main() -> None:
     lines = [line for group in args.groups for line in requirements(group)]
     if args.jax:
         lines += [f"jax=={args.jax}", f"jaxlib=={args.jax}"]
-    print("\n".join(dict.fromkeys(lines)))
+    for line in dict.fromkeys(lines):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # One step of the Makefile, quietly: LOG_DIR=... step.sh NAME MESSAGE COMMAND [ARGUMENT...]
 #
 # Prints the message and how long the command took. What the command prints goes to a log, of which
-# the end is shown when the command fails. VERBOSE=1 shows it all instead.
+# the part around the first error is shown when the command fails. VERBOSE=1 shows it all instead.
 set -u
 name=$1
 message=$2
@@ -42,7 +42,13 @@ if [ "$status" = 0 ]; then
 fi
 echo "FAILED, $(elapsed)  "
 echo
-tail -n 40 "$log" | sed 's/^/    /'
+# The first error is the one to mend; without one, the end of the log.
+first=$(grep -n -m 1 -E '(error|ERROR):|CMake Error' "$log" | cut -d : -f 1)
+if [ -n "$first" ]; then
+  sed -n "$((first > 3 ? first - 3 : 1)),$((first + 30))p" "$log" | sed 's/^/    /'
+else
+  tail -n 40 "$log" | sed 's/^/    /'
+fi
 echo
 echo "The whole output is in $log"
 exit "$status"
