@@ -27,6 +27,7 @@ DOORS = {
     "comm": {"quant"},
     "moe": {"quant", "comm"},
     "flax": {"quant", "comm", "moe"},
+    "capability": set(),
     "config": set(),
     "_native": set(),
 }
