@@ -77,20 +77,22 @@ class DeviceCapability:
 CPU = DeviceCapability("cpu")
 
 
-def detect(device: jax.Device | None = None) -> DeviceCapability:
-    """Returns what a device can do.
-
-    Args:
-      device: a CPU or NVIDIA GPU device of this process; ``None``: the first of ``jax.devices()``.
+def current() -> DeviceCapability:
+    """Returns what the process's default device can do: the first of ``jax.devices()``.
 
     Raises:
-      ValueError: ``device`` is of another kind.
+      ValueError: it is neither a CPU nor an NVIDIA GPU.
     """
-    return _detect(jax.devices()[0] if device is None else device)
+    return detect(jax.devices()[0])
 
 
 @functools.cache
-def _detect(device: jax.Device) -> DeviceCapability:
+def detect(device: jax.Device) -> DeviceCapability:
+    """Returns what a device of this process can do.
+
+    Raises:
+      ValueError: it is neither a CPU nor an NVIDIA GPU.
+    """
     kind = platform_of(device)
     if kind == "cpu":
         return dataclasses.replace(CPU, name=processor_name())

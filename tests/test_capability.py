@@ -17,8 +17,8 @@ def test_a_cpu_device_is_named_after_its_processor():
     assert (found.sm, found.sm_count, found.cooperative_launch) == (0, 0, False)
 
 
-def test_the_first_device_is_the_default():
-    assert capability.detect() == capability.detect(jax.devices()[0])
+def test_the_current_device_is_the_first():
+    assert capability.current() == capability.detect(jax.devices()[0])
 
 
 def test_a_device_that_is_neither_cpu_nor_nvidia_is_refused_by_name():
