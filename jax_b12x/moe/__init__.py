@@ -1,1 +1,19 @@
 """Mixture of experts: recipes, plans, weights, routing and the op."""
+
+from jax_b12x.moe.plan import Implementation, MoePlan, Overlap, plan
+from jax_b12x.moe.recipe import RECIPES, SILU, SWIGLU_OAI, Activation, Recipe, get_recipe
+from jax_b12x.moe.weights import ExpertWeights
+
+__all__ = [
+    "RECIPES",
+    "SILU",
+    "SWIGLU_OAI",
+    "Activation",
+    "ExpertWeights",
+    "Implementation",
+    "MoePlan",
+    "Overlap",
+    "Recipe",
+    "get_recipe",
+    "plan",
+]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jax_b12x.moe.recipe import Activation, RecipeName, WeightFormat
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_b12x import capability, config
+from jax_b12x.capability import DeviceCapability, Platform
+from jax_b12x.moe import planner
+from jax_b12x.moe.recipe import SILU, Activation, RecipeName, WeightFormat, get_recipe
 from jax_b12x.moe.weights import WeightLayout
 
 Implementation = Literal["fused", "split", "dynamic", "reference"]
@@ -19,9 +25,9 @@ class MoePlan:
     Attributes:
       recipe: the numeric contract.
       weight_format: the format of the weights that it reads.
-      implementation: ``fused`` (one launch over a resident grid), ``split`` (two barrier-free launches),
-        ``dynamic`` (sort by expert, grouped products) or ``reference`` (plain ``jnp``).
-      platform: ``"cpu"`` or ``"cuda"``.
+      implementation: ``fused`` (one launch over a resident grid), ``split`` (two barrier-free
+        launches), ``dynamic`` (sort by expert, grouped products) or ``reference`` (plain ``jnp``).
+      device: the device that it is made for.
       num_tokens: rows of ``x``.
       hidden: columns of ``x``.
       intermediate: columns between the two products.
@@ -30,7 +36,8 @@ class MoePlan:
       dtype: the name of ``x``'s dtype.
       activation: the activation between the two products.
       weight_layout: the layout that the weights must have (``ExpertWeights.prepare`` makes it).
-      overlap: what auxiliary-stream work may do beside it: ``concurrent``, ``pre_resident``, ``none``.
+      overlap: what auxiliary-stream work may do beside it: ``concurrent``, ``pre_resident`` or
+        ``none``.
       scratch_bytes: device scratch, passed as an extra result.
       geometry: launch parameters by name, in a fixed order.
       reasons: why, a sentence each.
@@ -39,7 +46,7 @@ class MoePlan:
     recipe: RecipeName
     weight_format: WeightFormat
     implementation: Implementation
-    platform: str
+    device: DeviceCapability
     num_tokens: int
     hidden: int
     intermediate: int
@@ -52,3 +59,103 @@ class MoePlan:
     scratch_bytes: int
     geometry: tuple[tuple[str, int], ...] = ()
     reasons: tuple[str, ...] = ()
+
+    @property
+    def platform(self) -> Platform:
+        """``"cpu"`` or ``"cuda"``."""
+        return self.device.platform
+
+    def explain(self) -> str:
+        """Returns what was chosen and why, as text for people."""
+        parameters = ", ".join(f"{name}={value}" for name, value in self.geometry)
+        lines = [
+            f"{self.recipe} MoE, {self.num_tokens} tokens of {self.dtype}[{self.hidden}], "
+            f"top-{self.top_k} of {self.num_experts} experts, intermediate {self.intermediate}, "
+            f"{self.weight_format} weights, {self.activation.kind}",
+            f"  device          {self.device}",
+            f"  implementation  {self.implementation}",
+            f"  overlap         {self.overlap}",
+            f"  weight layout   {self.weight_layout}",
+            f"  scratch         {self.scratch_bytes:,} bytes",
+            f"  geometry        {parameters or 'none'}",
+            "  because",
+        ]
+        return "\n".join([*lines, *(f"    - {reason}" for reason in self.reasons)])
+
+
+def plan(
+    recipe: str,
+    *,
+    num_tokens: int,
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    top_k: int,
+    dtype: DTypeLike,
+    activation: Activation = SILU,
+    weight_format: WeightFormat | None = None,
+    implementation: Implementation | None = None,
+    device: DeviceCapability | None = None,
+    split_decode: bool | None = None,
+) -> MoePlan:
+    """Decides how an MoE call of these static shapes runs.
+
+    The same arguments give the same plan. What an argument leaves open is read from the process
+    first (the default device, ``B12X_NVFP4_SPLIT_DECODE``), and the decision itself is pure.
+
+    Args:
+      recipe: ``"w4a16"`` or ``"nvfp4"``.
+      num_tokens: rows of ``x``, 0 or more.
+      hidden: columns of ``x``, a multiple of the weight format's block.
+      intermediate: columns between the two products, a multiple of the block.
+      num_experts: experts on this device.
+      top_k: routes a token, at most ``num_experts``.
+      dtype: of ``x``: float32, bfloat16 or float16.
+      activation: the activation between the two products.
+      weight_format: ``"nvfp4"`` or ``"mxfp4"``; the recipe's first one if not given.
+      implementation: forces a path; a path that cannot run raises, it is never replaced.
+      device: what to plan for; the process's default device if not given.
+      split_decode: forces ``nvfp4`` decode to be split (true) or fused (false), as
+        ``B12X_NVFP4_SPLIT_DECODE`` does, which is read if this is not given. Neither touches other
+        recipes, the dynamic path, or a forced ``implementation``.
+
+    Returns:
+      The plan; ``explain()`` prints it.
+
+    Raises:
+      ValueError: an argument is out of range, or the forced path cannot run; says why.
+      ConfigError: ``B12X_NVFP4_SPLIT_DECODE`` holds a bad value.
+    """
+    if split_decode is None:
+        split_decode = config.NVFP4_SPLIT_DECODE.get()
+    request = planner.Request(
+        recipe=get_recipe(recipe),
+        weight_format=weight_format or get_recipe(recipe).weight_formats[0],
+        num_tokens=num_tokens,
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=num_experts,
+        top_k=top_k,
+        dtype=jnp.dtype(dtype).name,
+        activation=activation,
+        device=device or capability.current(),
+    )
+    decision = planner.decide(request, implementation, split_decode)
+    return MoePlan(
+        recipe=request.recipe.name,
+        weight_format=request.weight_format,
+        implementation=decision.implementation,
+        device=request.device,
+        num_tokens=num_tokens,
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=num_experts,
+        top_k=top_k,
+        dtype=request.dtype,
+        activation=activation,
+        weight_layout=decision.geometry.weight_layout,
+        overlap=planner.overlap(request.recipe.name, decision.implementation, num_tokens),
+        scratch_bytes=decision.geometry.scratch_bytes,
+        geometry=decision.geometry.parameters,
+        reasons=decision.reasons,
+    )

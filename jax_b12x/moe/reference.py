@@ -1,0 +1,107 @@
+"""The meaning of the MoE op, in plain ``jnp`` and fp32: what every kernel is compared with."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_b12x.moe.recipe import SILU, Activation, Recipe, get_recipe
+from jax_b12x.moe.weights import ExpertWeights
+from jax_b12x.quant import QuantizedTensor, mxfp4, nvfp4
+
+
+def moe(
+    x: jax.Array,
+    weights: ExpertWeights,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    recipe: str = "w4a16",
+    activation: Activation = SILU,
+) -> jax.Array:
+    """Returns the MoE layer's output, computed one expert after the other.
+
+    Only one expert is dequantized at a time, so that a model that fits packed can be checked.
+
+    Args:
+      x: ``f32|bf16|f16[num_tokens, hidden]``.
+      weights: the experts, in the ``checkpoint`` layout.
+      topk_ids: ``int32[num_tokens, top_k]``; an id outside ``[0, num_experts)`` contributes
+        nothing.
+      topk_weights: ``float32[num_tokens, top_k]``.
+      recipe: the numeric contract, see :class:`~jax_b12x.moe.recipe.Recipe`.
+      activation: the activation between the two products.
+
+    Returns:
+      ``x.dtype[num_tokens, hidden]``.
+    """
+    contract = get_recipe(recipe)
+
+    def add_expert(total: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
+        one = jax.tree.map(lambda leaf: leaf[expert] if leaf.ndim else leaf, weights)
+        y = _expert(x, one, contract, activation)
+        # A route that is not taken may have any weight, NaN too, and its y may be NaN.
+        for k in range(topk_ids.shape[1]):
+            taken = topk_ids[:, k] == expert
+            product = topk_weights[:, k, None] * y
+            total = total.at[k].set(jnp.where(taken[:, None], product, total[k]))
+        return total, None
+
+    shape = (topk_ids.shape[1], *x.shape)  # one slice a route, so that they are added in order
+    routes, _ = jax.lax.scan(
+        add_expert, jnp.zeros(shape, jnp.float32), jnp.arange(weights.num_experts)
+    )
+    out = jnp.zeros(x.shape, jnp.float32)
+    for k in range(topk_ids.shape[1]):
+        out = out + routes[k]
+    return out.astype(x.dtype)
+
+
+def _expert(x: jax.Array, one: ExpertWeights, recipe: Recipe, activation: Activation) -> jax.Array:
+    """Returns one expert's ``f32[num_tokens, hidden]`` for every token; ``one`` has no E axis."""
+    a, a_scale = _input(x, one.w13_input_scale, recipe)
+    product = _dot(a, _unscaled(one.w13, one.w13_scale, one.format))
+    gate, up = jnp.split(product, 2, axis=1)
+    gate = gate * (a_scale * one.w13_global_scale[0])
+    up = up * (a_scale * one.w13_global_scale[1])
+    if one.w13_bias.size:
+        gate_bias, up_bias = jnp.split(one.w13_bias, 2)
+        gate, up = gate + gate_bias, up + up_bias
+
+    h = activate(gate, up, activation)
+    if not recipe.quantized_activations:
+        h = h.astype(x.dtype)
+    h, h_scale = _input(h, one.w2_input_scale, recipe)
+    y = _dot(h, _unscaled(one.w2, one.w2_scale, one.format)) * (h_scale * one.w2_global_scale)
+    return y + one.w2_bias if one.w2_bias.size else y
+
+
+def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+    """Applies ``activation`` in fp32; see :class:`~jax_b12x.moe.recipe.Activation`."""
+    if activation.kind == "silu":
+        return gate * jax.nn.sigmoid(gate) * up
+    gate = jnp.minimum(gate, activation.limit)
+    up = jnp.clip(up, -activation.limit, activation.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(activation.alpha * gate)
+
+
+def _input(x: jax.Array, global_scale: jax.Array, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    """Returns the values that are multiplied, and what the product's sum is scaled with."""
+    if not recipe.quantized_activations:
+        return x.astype(jnp.float32), jnp.float32(1)
+    usable = jnp.isfinite(global_scale) & (global_scale > 0)
+    quantized = nvfp4.quantize(x, global_scale)
+    values = nvfp4.dequantize(quantized, apply_global_scale=False)
+    return values, jnp.where(usable, global_scale, jnp.float32(0))
+
+
+def _unscaled(packed: jax.Array, scale: jax.Array, weight_format: str) -> jax.Array:
+    """Returns ``e2m1 * block scale`` of one expert's matrix; its global scale is applied later."""
+    tensor = QuantizedTensor(packed, scale, jnp.float32(1), weight_format)
+    if weight_format == "nvfp4":
+        return nvfp4.dequantize(tensor, apply_global_scale=False)
+    return mxfp4.dequantize(tensor)
+
+
+def _dot(a: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.matmul(a, w.T, precision=jax.lax.Precision.HIGHEST)
