@@ -1,0 +1,142 @@
+"""What the block formats share: argument checks, blocks along the last axis, MX scales."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_b12x.quant import e8m0, softfloat
+from jax_b12x.quant.tensor import Format, QuantizedTensor
+
+_INPUT_DTYPES = ("float32", "bfloat16", "float16")
+_MAX_FINITE = np.uint32(0x7F7FFFFF)
+
+
+def split(x: jax.Array, block: int, format_name: str) -> jax.Array:
+    """Checks ``x: [..., columns]`` and returns it as ``f32[..., columns // block, block]``.
+
+    Raises:
+      TypeError: the dtype is none of float32, bfloat16, float16.
+      ValueError: ``x`` is a scalar, or ``columns`` is no multiple of ``block``.
+    """
+    x = jnp.asarray(x)
+    if x.dtype.name not in _INPUT_DTYPES:
+        raise TypeError(
+            f"x has dtype {x.dtype.name}; {format_name} quantizes {', '.join(_INPUT_DTYPES)}"
+        )
+    if x.ndim == 0:
+        raise ValueError(
+            f"x is a scalar; {format_name} needs at least one axis, of a multiple of {block}"
+        )
+    if x.shape[-1] % block:
+        raise ValueError(
+            f"x has shape {x.shape}; {format_name} needs a last axis that is a multiple of {block}"
+        )
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def join(blocks: jax.Array) -> jax.Array:
+    """The inverse of :func:`split`: ``[..., n, block]`` to ``[..., n * block]``."""
+    return blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])
+
+
+def amax(blocks: jax.Array) -> jax.Array:
+    """Returns the largest magnitude of each block, NaN where there is a NaN.
+
+    Compared as integers: a float comparison would take subnormal numbers for zero on a CPU.
+
+    Args:
+      blocks: ``f32[..., n, block]``.
+
+    Returns:
+      ``f32[..., n]``.
+    """
+    return softfloat.from_bits(jnp.max(softfloat.magnitude_bits(blocks), axis=-1))
+
+
+def check_packed(q: QuantizedTensor, expected: Format, block: int) -> None:
+    """Checks that ``q`` is a tensor of the expected format whose parts fit together.
+
+    Raises:
+      ValueError: it is not; the message names the part.
+    """
+    if q.format != expected:
+        raise ValueError(f"q is a {q.format} tensor; this is the dequantization of {expected}")
+    blocks = (*q.shape[:-1], q.shape[-1] // block)
+    if q.shape[-1] % block or q.scale.shape != blocks:
+        raise ValueError(
+            f"q.scale has shape {q.scale.shape}; {q.shape[-1]} columns in blocks of {block} "
+            f"need {blocks}"
+        )
+
+
+def global_scale_array(global_scale: jax.typing.ArrayLike, leading: tuple[int, ...]) -> jax.Array:
+    """Returns ``global_scale`` as ``f32``, checked to broadcast against the ``leading`` axes.
+
+    Raises:
+      ValueError: it does not.
+    """
+    g = jnp.asarray(global_scale, jnp.float32)
+    try:
+        fits = np.broadcast_shapes(g.shape, leading) == leading
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"global_scale has shape {g.shape}; it must broadcast against the leading axes "
+            f"{leading}"
+        )
+    return g
+
+
+def usable_global_scale(g: jax.Array) -> jax.Array:
+    """Returns ``g`` where it is positive and finite, 0 elsewhere (its block then means zeros)."""
+    positive = (softfloat.to_bits(g) < np.uint32(0x7F800000)) & (softfloat.to_bits(g) > 0)
+    return jnp.where(positive, g, np.float32(0))
+
+
+def apply_global_scale(values: jax.Array, g: jax.Array) -> jax.Array:
+    """Returns ``values * g`` in fp32, with subnormal factors and results taken for zero.
+
+    Args:
+      values: ``f32[..., n, block]``, unscaled.
+      g: ``f32``, broadcast against the leading axes; what is not positive and finite counts as 0.
+    """
+    g = usable_global_scale(g)
+    g = jnp.where(softfloat.is_normal(g), g, np.float32(0))[..., None, None]
+    product = values * g
+    tiny = softfloat.magnitude_bits(product) < np.float32(2.0**-126).view(np.uint32)
+    return jnp.where(tiny, product * np.float32(0), product)
+
+
+def mx_scale(blocks: jax.Array, emax: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Chooses MX block scales: ``2**(floor(log2(amax)) - emax)``, clamped to what E8M0 holds.
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3. Where it leaves the
+    choice open: an infinity counts as the largest finite fp32 number, a block of zeros gets the
+    smallest scale 2**-127, a block with a NaN the scale NaN.
+
+    Args:
+      blocks: ``f32[..., n, 32]``.
+      emax: exponent of the element format's largest binade.
+
+    Returns:
+      The scales ``float8_e8m0fnu[..., n]``; ``blocks / scale``, exact, with 0 in NaN blocks; and
+      where a block is NaN.
+    """
+    largest = amax(blocks)
+    nan = softfloat.is_nan(largest)
+    bits = jnp.minimum(softfloat.magnitude_bits(largest), _MAX_FINITE)
+    # floor(log2) of a subnormal number is below -127 + emax in any case: the scale is 2**-127.
+    scale = e8m0.encode((bits >> np.uint32(23)).astype(jnp.int32) - 127 - emax, nan)
+    exponent, _ = e8m0.decode(scale)
+    scaled = softfloat.scale_by_power_of_two(blocks, -exponent[..., None])
+    return scale, jnp.where(nan[..., None], np.float32(0), scaled), nan
+
+
+def mx_dequantize(elements: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns ``elements: f32[..., n, 32]`` times ``scale: float8_e8m0fnu[..., n]``."""
+    exponent, nan = e8m0.decode(scale)
+    values = softfloat.scale_by_power_of_two(elements, exponent[..., None])
+    return jnp.where(nan[..., None], np.float32(np.nan), values)
