@@ -76,6 +76,14 @@ class DeviceCapability:
 
 CPU = DeviceCapability("cpu")
 
+# Devices that a plan can be asked for where they are not, by the name that the command line takes.
+# SM counts and sizes are those that the CUDA driver reports.
+KNOWN: dict[str, DeviceCapability] = {
+    "cpu": CPU,
+    "h100": DeviceCapability("cuda", 90, 132, True, 227 << 10, 50 << 20, "NVIDIA H100 SXM"),
+    "h200": DeviceCapability("cuda", 90, 132, True, 227 << 10, 60 << 20, "NVIDIA H200"),
+}
+
 
 def current() -> DeviceCapability:
     """Returns what the process's default device can do: the first of ``jax.devices()``.
@@ -140,6 +148,15 @@ def cuda_driver() -> ModuleType | None:
     except Exception:  # cuda-python's own error where there is no driver has no public base class
         return None
     return driver
+
+
+def driver_version() -> str | None:
+    """Returns the newest CUDA version that the driver supports; ``None`` without a driver."""
+    driver = cuda_driver()
+    if driver is None:
+        return None
+    version = int(_call(driver.cuDriverGetVersion))
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def peer_access(devices: Sequence[jax.Device]) -> tuple[tuple[bool, ...], ...] | None:

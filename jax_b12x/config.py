@@ -88,3 +88,8 @@ HOST_ISA: EnvVar[str] = EnvVar(
 )
 
 ALL: tuple[EnvVar[object], ...] = (NVFP4_SPLIT_DECODE, HOST_ISA)  # type: ignore[assignment]
+
+
+def set_variables() -> dict[str, str]:
+    """Returns the text of each of these variables that the environment sets, by name."""
+    return {variable.name: text for variable in ALL if (text := os.environ.get(variable.name))}

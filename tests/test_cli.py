@@ -1,0 +1,105 @@
+"""The command line: what it prints, and what a shell sees."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import jax_b12x
+from jax_b12x import cli
+
+LAYER = ("--hidden", "2048", "--intermediate", "768", "--experts", "128", "--top-k", "8")
+
+
+def run(*argv):
+    """Runs the command line in this process and returns its exit status."""
+    try:
+        return cli.main(argv)
+    except SystemExit as exit_:  # argparse leaves this way
+        return exit_.code
+
+
+def test_doctor_reports_versions_what_is_built_devices_and_paths(capsys):
+    assert run("doctor") == 0
+    out = capsys.readouterr().out
+    for words in ("jax_b12x", jax_b12x.__version__, "XLA FFI API", "CPU kernels", "w4a16", "nvfp4"):
+        assert words in out
+    assert out.rstrip().endswith("All is well.")
+
+
+def test_doctor_gives_json_of_the_same(capsys):
+    assert run("doctor", "--json") == 0
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert diagnosis["versions"]["jax_b12x"] == jax_b12x.__version__
+    assert diagnosis["ffi_api_built"] == diagnosis["ffi_api_running"]
+    assert "baseline" in diagnosis["host_isas"]
+    assert {path["recipe"] for path in diagnosis["paths"]} == {"w4a16", "nvfp4"}
+    assert all(path["reasons"] for path in diagnosis["paths"])
+
+
+def test_doctor_fails_and_says_why_when_a_variable_is_bad(capsys, monkeypatch):
+    monkeypatch.setenv("B12X_HOST_ISA", "mmx")
+    assert run("doctor") == cli.FAILED
+    out = " ".join(capsys.readouterr().out.split())
+    assert "B12X_HOST_ISA='mmx' is not understood; allowed: auto, baseline" in out
+    assert "All is well" not in out
+
+
+def test_doctor_fits_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run("doctor") == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+
+
+def test_plan_explains_each_number_of_tokens(capsys):
+    assert run("plan", *LAYER, "--tokens", "1,512", "--device", "h200") == 0
+    out = capsys.readouterr().out
+    assert "1 tokens of bfloat16[2048]" in out
+    assert "512 tokens of bfloat16[2048]" in out
+    assert "NVIDIA H200 (sm_90, 132 SMs" in out
+    assert out.count("because") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--recipe", "w2a2"), "recipe is 'w2a2'; it must be one of 'w4a16', 'nvfp4'"),
+        (("--hidden", "2047"), "hidden is 2047; it must be a positive multiple of 16"),
+        (("--top-k", "129"), "top_k is 129; it must be between 1 and num_experts (128)"),
+        (("--device", "abacus"), "--device is 'abacus'; it must be here, cpu, h100, h200"),
+        (("--activation", "relu"), "activation kind is 'relu'"),
+        (("--implementation", "magic"), "implementation is 'magic'"),
+        (("--tokens", "1,,2"), "'1,,2' has an empty item"),
+        (("--tokens", "0"), "'0' must be an integer from 1"),
+        (("--dtype", "int8"), "invalid choice: 'int8'"),
+    ],
+)
+def test_plan_names_the_argument_that_is_wrong(arguments, message, capsys):
+    assert run("plan", *LAYER, *arguments) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_or_unknown_command_is_a_usage_error(capsys):
+    assert run() == cli.USAGE
+    assert "required: COMMAND" in capsys.readouterr().err
+    assert run("dance") == cli.USAGE
+    assert "invalid choice: 'dance'" in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_program_and_survives_a_closed_pipe():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "jax_b12x"]
+    version = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, env=environment, check=True
+    )
+    assert version.stdout.strip() == f"jax_b12x {jax_b12x.__version__}"
+    with subprocess.Popen(
+        [*command, "doctor", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        process.stdout.close()
+        assert "BrokenPipe" not in process.stderr.read().decode()
