@@ -6,12 +6,23 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
 
 from jax_b12x.moe.recipe import WeightFormat
+from jax_b12x.quant import nvfp4
 
-# How the bytes are laid out. "checkpoint" is what loaders give and CPU kernels read; a device layout is
-# made from it by `ExpertWeights.prepare` and can be turned back.
+# How the bytes are laid out. "checkpoint" is what loaders give and CPU kernels read; a device
+# layout is made from it by `ExpertWeights.prepare` and can be turned back.
 WeightLayout = Literal["checkpoint", "sm90"]
+
+# The order of w13's rows in arrays that come from elsewhere: all gate rows, then all up rows; the
+# other way round; or gate and up rows in turn (GPT-OSS).
+W13Order = Literal["gate_up", "up_gate", "interleaved"]
+
+BLOCK: dict[WeightFormat, int] = {"nvfp4": 16, "mxfp4": 32}
 
 
 @jax.tree_util.register_dataclass
@@ -19,22 +30,25 @@ WeightLayout = Literal["checkpoint", "sm90"]
 class ExpertWeights:
     """Packed weights of all experts of one layer, as a pytree.
 
-    Two E2M1 codes a byte, the even column in the low nibble. ``block`` is 16 (``nvfp4``) or 32 (``mxfp4``)
-    columns along the reduction axis. A weight's value is ``e2m1(code) * scale(block) * global_scale``. In the
-    ``checkpoint`` layout:
+    Two E2M1 codes a byte, the even column in the low nibble. ``block`` is 16 (``nvfp4``) or 32
+    (``mxfp4``) columns along the reduction axis. A weight's value is ``e2m1(code) * scale(block) *
+    global_scale``. In the ``checkpoint`` layout:
 
     Attributes:
       w13: ``uint8[num_experts, 2 * intermediate, hidden // 2]``; gate rows first, then up rows.
       w13_scale: ``float8_e4m3fn`` (nvfp4) or ``float8_e8m0fnu`` (mxfp4)
         ``[num_experts, 2 * intermediate, hidden // block]``.
-      w13_global_scale: ``float32[num_experts, 2]``, for the gate rows and for the up rows; ones in mxfp4.
+      w13_global_scale: ``float32[num_experts, 2]``, for the gate rows and for the up rows; ones in
+        mxfp4.
       w2: ``uint8[num_experts, hidden, intermediate // 2]``.
       w2_scale: ``[num_experts, hidden, intermediate // block]``, typed as ``w13_scale``.
       w2_global_scale: ``float32[num_experts]``; ones in mxfp4.
-      w13_input_scale: ``float32[]``, the global scale of the NVFP4 layer input (``nvfp4`` recipe); 1 if the
-        checkpoint has none. Per-expert values of a checkpoint are joined by their maximum.
-      w2_input_scale: ``float32[num_experts]``, the global scale of the NVFP4 intermediate; 1 if absent.
-      w13_bias: ``float32[num_experts, 2 * intermediate]``, or ``[num_experts, 0]`` where there is none.
+      w13_input_scale: ``float32[]``, the global scale of the NVFP4 layer input (``nvfp4`` recipe);
+        1 if the checkpoint has none. Per-expert values of a checkpoint are joined by their maximum.
+      w2_input_scale: ``float32[num_experts]``, the global scale of the NVFP4 intermediate; 1 if
+        absent.
+      w13_bias: ``float32[num_experts, 2 * intermediate]``, or ``[num_experts, 0]`` where there is
+        none.
       w2_bias: ``float32[num_experts, hidden]``, or ``[num_experts, 0]``.
       format: ``"nvfp4"`` or ``"mxfp4"``.
       hidden: columns of w13, rows of w2, of the model (before a layout's padding).
@@ -61,3 +75,215 @@ class ExpertWeights:
     def num_experts(self) -> int:
         """How many experts this holds."""
         return int(self.w13_global_scale.shape[0])
+
+    @classmethod
+    def from_arrays(
+        cls,
+        w13: ArrayLike,
+        w13_scale: ArrayLike,
+        w2: ArrayLike,
+        w2_scale: ArrayLike,
+        *,
+        format: WeightFormat = "nvfp4",
+        w13_global_scale: ArrayLike = 1.0,
+        w2_global_scale: ArrayLike = 1.0,
+        w13_input_scale: ArrayLike = 1.0,
+        w2_input_scale: ArrayLike = 1.0,
+        w13_bias: ArrayLike | None = None,
+        w2_bias: ArrayLike | None = None,
+        w13_order: W13Order = "gate_up",
+    ) -> ExpertWeights:
+        """Makes expert weights of packed arrays, after checking that they fit together.
+
+        Args:
+          w13: ``uint8[num_experts, 2 * intermediate, hidden // 2]``, even column in the low nibble.
+          w13_scale: ``[num_experts, 2 * intermediate, hidden // block]``, ``float8_e4m3fn`` (nvfp4)
+            or ``float8_e8m0fnu`` (mxfp4), or the bits of that as ``uint8``.
+          w2: ``uint8[num_experts, hidden, intermediate // 2]``.
+          w2_scale: ``[num_experts, hidden, intermediate // block]``, typed as ``w13_scale``.
+          format: ``"nvfp4"`` (block 16) or ``"mxfp4"`` (block 32).
+          w13_global_scale: a number, ``f32[num_experts]``, or ``f32[num_experts, 2]`` for gate and
+            up, in that order whatever ``w13_order`` is. It multiplies.
+          w2_global_scale: a number or ``f32[num_experts]``.
+          w13_input_scale: the global scale of the layer's NVFP4 input.
+          w2_input_scale: a number or ``f32[num_experts]``, the same for the intermediate.
+          w13_bias: ``[num_experts, 2 * intermediate]``, rows ordered as those of ``w13``.
+          w2_bias: ``[num_experts, hidden]``.
+          w13_order: how the rows of ``w13``, ``w13_scale`` and ``w13_bias`` are ordered.
+
+        Returns:
+          The weights in the ``checkpoint`` layout.
+
+        Raises:
+          ValueError: a shape, dtype or scale is wrong; the message names the array.
+        """
+        if format not in BLOCK:
+            raise ValueError(f"format is {format!r}; it must be 'nvfp4' or 'mxfp4'")
+        if w13_order not in ("gate_up", "up_gate", "interleaved"):
+            raise ValueError(
+                f"w13_order is {w13_order!r}; it must be 'gate_up', 'up_gate' or 'interleaved'"
+            )
+        block = BLOCK[format]
+        w13, w2 = _packed("w13", w13), _packed("w2", w2)
+        num_experts, rows, hidden = w13.shape[0], w13.shape[1], 2 * w13.shape[2]
+        intermediate = rows // 2
+        if rows % 2:
+            raise ValueError(f"w13 has shape {w13.shape}; its rows, gate and up, must be even")
+        for name, columns in (("hidden", hidden), ("intermediate", intermediate)):
+            if columns == 0 or columns % block:
+                raise ValueError(
+                    f"{name} is {columns}, from w13's shape {w13.shape}; {format} needs a multiple "
+                    f"of {block}"
+                )
+        _check_shape("w2", w2, (num_experts, hidden, intermediate // 2))
+        w13_scale = _block_scale("w13_scale", w13_scale, format)
+        w2_scale = _block_scale("w2_scale", w2_scale, format)
+        _check_shape("w13_scale", w13_scale, (num_experts, rows, hidden // block))
+        _check_shape("w2_scale", w2_scale, (num_experts, hidden, intermediate // block))
+        gate_up_scale = jnp.asarray(w13_global_scale, jnp.float32)
+        if gate_up_scale.ndim == 1:
+            gate_up_scale = gate_up_scale[:, None]
+        return cls(
+            w13=_gate_rows_first(w13, w13_order),
+            w13_scale=_gate_rows_first(w13_scale, w13_order),
+            w13_global_scale=_scales("w13_global_scale", gate_up_scale, (num_experts, 2)),
+            w2=w2,
+            w2_scale=w2_scale,
+            w2_global_scale=_scales("w2_global_scale", w2_global_scale, (num_experts,)),
+            w13_input_scale=_scales("w13_input_scale", w13_input_scale, ()),
+            w2_input_scale=_scales("w2_input_scale", w2_input_scale, (num_experts,)),
+            w13_bias=_gate_rows_first(_bias("w13_bias", w13_bias, (num_experts, rows)), w13_order),
+            w2_bias=_bias("w2_bias", w2_bias, (num_experts, hidden)),
+            format=format,
+            hidden=hidden,
+            intermediate=intermediate,
+        )
+
+    @classmethod
+    def quantize(
+        cls,
+        w_gate: ArrayLike,
+        w_up: ArrayLike,
+        w_down: ArrayLike,
+        *,
+        w13_input_scale: ArrayLike = 1.0,
+        w2_input_scale: ArrayLike = 1.0,
+        w13_bias: ArrayLike | None = None,
+        w2_bias: ArrayLike | None = None,
+    ) -> ExpertWeights:
+        """Quantizes dense weights to NVFP4, with a global scale for each expert and projection.
+
+        A global scale is ``amax / (6 * 448)`` of its matrix. Weights are as ``torch.nn.Linear`` and
+        checkpoints have them: ``[outputs, inputs]``. It can be traced by ``jit``.
+
+        Args:
+          w_gate: ``f32|bf16|f16[num_experts, intermediate, hidden]``.
+          w_up: the same shape.
+          w_down: ``[num_experts, hidden, intermediate]``.
+          w13_input_scale: the global scale of the layer's NVFP4 input.
+          w2_input_scale: a number or ``f32[num_experts]``, the same for the intermediate.
+          w13_bias: ``[num_experts, 2 * intermediate]``, gate first.
+          w2_bias: ``[num_experts, hidden]``.
+
+        Returns:
+          The weights in the ``checkpoint`` layout.
+
+        Raises:
+          ValueError: a shape or dtype is wrong; the message names the array.
+        """
+        gate, up, down = jnp.asarray(w_gate), jnp.asarray(w_up), jnp.asarray(w_down)
+        for name, w in (("w_gate", gate), ("w_up", up), ("w_down", down)):
+            if w.dtype.name not in ("float32", "bfloat16", "float16"):
+                raise ValueError(
+                    f"{name} has dtype {w.dtype.name}; it must be float32, bfloat16 or float16"
+                )
+        if gate.ndim != 3:
+            raise ValueError(
+                f"w_gate has shape {gate.shape}; it must be [num_experts, intermediate, hidden]"
+            )
+        num_experts, intermediate, hidden = gate.shape
+        _check_shape("w_up", up, gate.shape)
+        _check_shape("w_down", down, (num_experts, hidden, intermediate))
+        for name, columns in (("hidden", hidden), ("intermediate", intermediate)):
+            if columns % nvfp4.BLOCK:
+                raise ValueError(
+                    f"{name} is {columns}, from w_gate's {gate.shape}; nvfp4 needs a multiple "
+                    f"of {nvfp4.BLOCK}"
+                )
+        scales = [nvfp4.global_scale(jnp.max(jnp.abs(w), axis=(1, 2))) for w in (gate, up, down)]
+        q_gate, q_up, q_down = (
+            nvfp4.quantize(w, g[:, None]) for w, g in zip((gate, up, down), scales, strict=True)
+        )
+        return cls.from_arrays(
+            jnp.concatenate([q_gate.data, q_up.data], axis=1),
+            jnp.concatenate([q_gate.scale, q_up.scale], axis=1),
+            q_down.data,
+            q_down.scale,
+            w13_global_scale=jnp.stack(scales[:2], axis=1),
+            w2_global_scale=scales[2],
+            w13_input_scale=w13_input_scale,
+            w2_input_scale=w2_input_scale,
+            w13_bias=w13_bias,
+            w2_bias=w2_bias,
+        )
+
+
+def _check_shape(name: str, array: jax.Array, expected: tuple[int, ...]) -> None:
+    if array.shape != expected:
+        raise ValueError(f"{name} has shape {array.shape}; the other arrays need {expected}")
+
+
+def _packed(name: str, array: ArrayLike) -> jax.Array:
+    array = jnp.asarray(array)
+    if array.dtype != jnp.uint8:
+        raise ValueError(f"{name} has dtype {array.dtype.name}; packed weights are uint8")
+    if array.ndim != 3:
+        raise ValueError(
+            f"{name} has shape {array.shape}; it must be [num_experts, rows, columns // 2]"
+        )
+    return array
+
+
+def _block_scale(name: str, array: ArrayLike, format: WeightFormat) -> jax.Array:
+    array = jnp.asarray(array)
+    dtype = jnp.float8_e4m3fn if format == "nvfp4" else jnp.float8_e8m0fnu
+    if array.dtype == jnp.uint8:
+        return lax.bitcast_convert_type(array, dtype)
+    if array.dtype != dtype:
+        raise ValueError(
+            f"{name} has dtype {array.dtype.name}; {format} block scales are "
+            f"{jnp.dtype(dtype).name}, or its bits as uint8"
+        )
+    return array
+
+
+def _scales(name: str, value: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    scales = jnp.asarray(value, jnp.float32)
+    try:
+        scales = jnp.broadcast_to(scales, shape)
+    except ValueError:
+        raise ValueError(f"{name} has shape {scales.shape}; it must be {shape}") from None
+    if not isinstance(scales, jax.core.Tracer):
+        bad = np.asarray(scales)[~(np.isfinite(scales) & (np.asarray(scales) > 0))]
+        if bad.size:
+            raise ValueError(f"{name} holds {bad[0]}; scales must be positive and finite")
+    return scales
+
+
+def _bias(name: str, value: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array:
+    if value is None:
+        return jnp.zeros((shape[0], 0), jnp.float32)
+    bias = jnp.asarray(value)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(f"{name} has dtype {bias.dtype.name}; it must be a floating-point dtype")
+    _check_shape(name, bias, shape)
+    return bias.astype(jnp.float32)
+
+
+def _gate_rows_first(array: jax.Array, order: W13Order) -> jax.Array:
+    if order == "gate_up" or array.shape[1] == 0:
+        return array
+    if order == "up_gate":
+        up, gate = jnp.split(array, 2, axis=1)
+        return jnp.concatenate([gate, up], axis=1)
+    return jnp.concatenate([array[:, 0::2], array[:, 1::2]], axis=1)
