@@ -1,5 +1,6 @@
 """Mixture of experts: recipes, plans, weights, routing and the op."""
 
+from jax_b12x.moe import routing
 from jax_b12x.moe.plan import Implementation, MoePlan, Overlap, plan
 from jax_b12x.moe.recipe import RECIPES, SILU, SWIGLU_OAI, Activation, Recipe, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
@@ -16,4 +17,5 @@ __all__ = [
     "Recipe",
     "get_recipe",
     "plan",
+    "routing",
 ]
