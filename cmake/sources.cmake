@@ -1,4 +1,4 @@
-# The one list of C++ and CUDA sources; every build system reads it from here.
+# The one list of what is compiled, and for what; every build system reads it from here.
 
 # CPU kernels and the host runtime: no XLA types.
 set(B12X_HOST_SOURCES
@@ -11,3 +11,5 @@ set(B12X_MODULE_SOURCES
 set(B12X_CUDA_SOURCES)
 # The module `_b12x_cuda`: FFI handlers of the `CUDA` platform, compiled by the C++ compiler.
 set(B12X_CUDA_MODULE_SOURCES)
+# Compute capabilities that the CUDA sources are compiled for.
+set(B12X_CUDA_ARCHITECTURES 90a)
