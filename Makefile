@@ -28,7 +28,7 @@ LINT_STAMP := $(STAMPS)/lint
 BUILD_STAMP := $(STAMPS)/build
 
 # What the extension is compiled from. Python files are not here: the install is editable.
-BUILD_INPUTS := CMakeLists.txt pyproject.toml $(shell find cmake ffi cuda -type f 2>/dev/null)
+BUILD_INPUTS := CMakeLists.txt pyproject.toml tools/find_nvcc.py $(shell find cmake ffi cuda -type f 2>/dev/null)
 CXX_FILES = $(shell find ffi cuda -type f \
   \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 

@@ -146,7 +146,7 @@ def examine() -> Diagnosis:
             "nvcc (CUDA 12.8 or newer) and build again, or set JAX_PLATFORMS=cpu"
         )
     if gpus and capability.cuda_driver() is None:
-        hints.append('cuda-python is not installed; `pip install "jax_b12x[cuda]"` brings it')
+        hints.append("cuda-python is not installed; `pip install cuda-bindings` brings it")
 
     paths: list[Path] = []
     if devices and devices[0].capability is not None:

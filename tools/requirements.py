@@ -17,7 +17,10 @@ def requirements(group: str) -> list[str]:
     """Returns the requirements of one group."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if group == "build":
-        return list(project["build-system"]["requires"])
+        # The headers come from the jaxlib of the run-time requirements: here, what is built runs
+        # where it was built.
+        requires = project["build-system"]["requires"]
+        return [line for line in requires if not line.startswith("jaxlib")]
     if group == "runtime":
         return list(project["project"]["dependencies"])
     if group == "cmake":
