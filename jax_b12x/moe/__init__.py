@@ -1,6 +1,13 @@
 """Mixture of experts: recipes, plans, weights, routing and the op."""
 
 from jax_b12x.moe import routing
+from jax_b12x.moe.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    list_moe_layers,
+    load_experts,
+    save_experts,
+)
 from jax_b12x.moe.plan import Implementation, MoePlan, Overlap, plan
 from jax_b12x.moe.recipe import RECIPES, SILU, SWIGLU_OAI, Activation, Recipe, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
@@ -10,12 +17,17 @@ __all__ = [
     "SILU",
     "SWIGLU_OAI",
     "Activation",
+    "Checkpoint",
+    "CheckpointError",
     "ExpertWeights",
     "Implementation",
     "MoePlan",
     "Overlap",
     "Recipe",
     "get_recipe",
+    "list_moe_layers",
+    "load_experts",
     "plan",
     "routing",
+    "save_experts",
 ]

@@ -1,0 +1,471 @@
+import json
+import re
+import tracemalloc
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from checkpoint_writer import (
+    gpt_oss,
+    per_expert,
+    random_experts,
+    stacked,
+    write_file,
+    write_shards,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jax_b12x import moe
+
+PREFIX = "model.layers.3.mlp.experts"
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+COMPRESSED = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+    }
+}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}, "model_type": "gpt_oss"}
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+
+    def check(a, b):
+        a, b = np.atleast_1d(a), np.atleast_1d(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+    jax.tree.map(check, actual, expected)
+
+
+def write(folder, tensors, config=None):
+    write_file(folder / "model.safetensors", tensors)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def fails(folder, message, prefix=PREFIX, **arguments):
+    with pytest.raises(moe.CheckpointError, match=message) as caught:
+        moe.load_experts(folder, prefix, **arguments)
+    assert "safetensors" in str(caught.value) or str(folder) in str(caught.value)
+
+
+def first(tensors, *words):
+    return next(name for name in tensors if all(word in name for word in words))
+
+
+# --- The layouts.
+
+
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+@pytest.mark.parametrize(
+    ("convention", "config"), [("modelopt", MODELOPT), ("compressed-tensors", COMPRESSED)]
+)
+def test_a_tensor_for_each_expert(tmp_path, rng, convention, config, names):
+    weights = random_experts(rng)
+    tensors = per_expert(weights, PREFIX, convention, names)
+    same(moe.load_experts(write(tmp_path, tensors, config), PREFIX), weights)
+    same(moe.load_experts(tmp_path / "model.safetensors", PREFIX), weights)
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("sep", ["_", "."])
+@pytest.mark.parametrize("w13", ["gate_up_proj", "w13"])
+@pytest.mark.parametrize("convention", ["modelopt", "compressed-tensors"])
+def test_tensors_stacked_over_experts(tmp_path, rng, convention, w13, sep, order):
+    weights = random_experts(rng, bias=True)
+    tensors = stacked(weights, PREFIX, convention, order, sep, w13)
+    same(moe.load_experts(write(tmp_path, tensors), PREFIX, w13_order=order), weights)
+
+
+def test_stacked_weights_may_have_no_part_in_their_name(tmp_path, rng):
+    weights = random_experts(rng)
+    tensors = stacked(weights, PREFIX)
+    tensors = {re.sub("_weight$", "", name): array for name, array in tensors.items()}
+    assert f"{PREFIX}.gate_up_proj" in tensors
+    same(moe.load_experts(write(tmp_path, tensors), PREFIX), weights)
+
+
+def test_gpt_oss(tmp_path, rng):
+    weights = random_experts(rng, "mxfp4", bias=True)
+    tensors = gpt_oss(weights, PREFIX)
+    assert tensors[f"{PREFIX}.gate_up_proj_blocks"].shape == (3, 64, 2, 16)
+    same(moe.load_experts(write(tmp_path, tensors, MXFP4), PREFIX), weights)
+
+
+def test_a_gpt_oss_model_in_modelopt_nvfp4_has_interleaved_rows(tmp_path, rng):
+    weights = random_experts(rng, bias=True)
+    tensors = stacked(weights, PREFIX, order="interleaved")
+    config = {**MODELOPT, "model_type": "gpt_oss"}
+    same(moe.load_experts(write(tmp_path, tensors, config), PREFIX), weights)
+
+
+def test_a_global_scale_may_be_shared_by_gate_and_up(tmp_path, rng):
+    weights = random_experts(rng)
+    tensors = stacked(weights, PREFIX)
+    name = f"{PREFIX}.gate_up_proj_weight_scale_2"
+    tensors[name] = np.ascontiguousarray(tensors[name][:, :1])
+    loaded = moe.load_experts(write(tmp_path, tensors), PREFIX)
+    np.testing.assert_array_equal(loaded.w13_global_scale, np.repeat(tensors[name], 2, axis=1))
+
+
+def test_input_scales_are_joined_by_their_maximum_and_are_1_if_absent(tmp_path, rng):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    tensors[f"{PREFIX}.1.up_proj.input_scale"] = np.float32(77).reshape(())
+    loaded = moe.load_experts(write(tmp_path, tensors), PREFIX)
+    assert loaded.w13_input_scale == 77
+    tensors = {name: array for name, array in tensors.items() if "input_scale" not in name}
+    loaded = moe.load_experts(write(tmp_path, tensors), PREFIX)
+    assert loaded.w13_input_scale == 1
+    np.testing.assert_array_equal(loaded.w2_input_scale, np.ones(3))
+
+
+def test_shards_with_an_index_and_without(tmp_path, rng):
+    weights = random_experts(rng)
+    tensors = list(per_expert(weights, PREFIX).items())
+    rng.shuffle(tensors)
+    write_shards(tmp_path, [dict(tensors[i::4]) for i in range(4)])
+    same(moe.load_experts(tmp_path, PREFIX), weights)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    same(moe.load_experts(tmp_path, PREFIX), weights)
+
+
+def test_hf_quant_config_alone_declares_the_format(tmp_path, rng):
+    weights = random_experts(rng)
+    write(tmp_path, per_expert(weights, PREFIX))
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    same(moe.load_experts(tmp_path, PREFIX), weights)
+    path.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    fails(tmp_path, "quant_algo 'FP8'")
+
+
+def test_layers_are_listed_in_their_order(tmp_path, rng):
+    tensors = {"model.layers.0.mlp.gate_proj.weight": np.zeros((2, 2), np.float32)}
+    tensors["model.layers.1.mlp.shared_experts.up_proj.weight"] = np.zeros((2, 2), np.float32)
+    for layer in (10, 2):
+        tensors |= per_expert(random_experts(rng, E=1), f"model.layers.{layer}.mlp.experts")
+    write(tmp_path, tensors)
+    expected = ("model.layers.2.mlp.experts", "model.layers.10.mlp.experts")
+    assert moe.list_moe_layers(tmp_path) == expected
+    fails(tmp_path, "no tensors under 'model.layers.3.mlp.experts'.*layers.2.mlp.experts")
+
+
+# --- Saving.
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    E=st.integers(1, 4),
+    hidden=st.integers(1, 4),
+    bias=st.booleans(),
+)
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, seed, E, hidden, bias):
+    rng = np.random.default_rng(seed)
+    layers = {
+        f"layers.{i}.experts": random_experts(rng, E=E, H=16 * hidden, I=16, bias=bias)
+        for i in range(2)
+    }
+    norm = rng.standard_normal(5).astype(ml_dtypes.bfloat16)
+    moe.save_experts(tmp_path, layers, tensors={"norm": norm}, config={"num_experts": E})
+    checkpoint = moe.Checkpoint(tmp_path)
+    assert moe.list_moe_layers(checkpoint) == tuple(layers)
+    for prefix, weights in layers.items():
+        same(moe.load_experts(checkpoint, prefix), weights)
+    np.testing.assert_array_equal(checkpoint.tensor("norm").read(), norm)
+
+
+def test_saved_files_are_read_by_the_safetensors_library(tmp_path, rng):
+    weights = random_experts(rng)
+    head = np.ones((2, 3), np.float32)
+    moe.save_experts(tmp_path, {PREFIX: weights}, tensors={"lm_head.weight": head})
+    with safetensors.safe_open(tmp_path / "model.safetensors", framework="np") as file:
+        expected = per_expert(weights, PREFIX)
+        assert set(file.keys()) == {*expected, "lm_head.weight"}
+        for name, array in expected.items():
+            if array.dtype in (np.uint8, np.float32):
+                np.testing.assert_array_equal(file.get_tensor(name), array)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "modelopt"
+    assert (config["quant_algo"], config["group_size"]) == ("NVFP4", 16)
+    assert config["ignore"] == ["lm_head"]
+    config = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
+    assert (config["quant_algo"], config["exclude_modules"]) == ("NVFP4", ["lm_head"])
+
+
+def test_files_of_the_safetensors_library_are_read(tmp_path, rng):
+    tensors = {"a": rng.standard_normal((3, 4)).astype(np.float32), "b": np.arange(5)}
+    safetensors.numpy.save_file(tensors, tmp_path / "x.safetensors", metadata={"k": "v"})
+    checkpoint = moe.Checkpoint(tmp_path)
+    assert set(checkpoint.names) == {"a", "b"}
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name).read(), array)
+
+
+def test_saving_refuses_what_it_cannot_store(tmp_path, rng):
+    with pytest.raises(ValueError, match="are mxfp4 in the checkpoint layout"):
+        moe.save_experts(tmp_path, {PREFIX: random_experts(rng, "mxfp4")})
+    weights = random_experts(rng)
+    name = f"{PREFIX}.0.gate_proj.weight"
+    with pytest.raises(ValueError, match=f"tensors has {name}"):
+        moe.save_experts(tmp_path, {PREFIX: weights}, tensors={name: np.zeros(1)})
+    with pytest.raises(moe.CheckpointError, match="z has dtype complex64"):
+        moe.save_experts(tmp_path, {}, tensors={"z": np.zeros(1, np.complex64)})
+    write_file(tmp_path / "model-00001-of-00002.safetensors", {})
+    with pytest.raises(ValueError, match="holds another checkpoint: model-00001-of-00002"):
+        moe.save_experts(tmp_path, {PREFIX: weights})
+
+
+# --- Memory.
+
+
+@pytest.mark.parametrize("layout", ["per expert", "stacked", "interleaved"])
+def test_loading_never_holds_a_dequantized_or_second_copy_of_the_experts(tmp_path, rng, layout):
+    weights = random_experts(rng, E=16, H=512, I=256)
+    if layout == "per expert":
+        tensors = per_expert(weights, PREFIX)
+    else:
+        order = "gate_up" if layout == "stacked" else "interleaved"
+        tensors = stacked(weights, PREFIX, order=order)
+    write(tmp_path, tensors, {"model_type": "gpt_oss"} if layout == "interleaved" else None)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    loader = moe.load_experts  # imported and warm before what is measured
+    same(loader(tmp_path, PREFIX), weights)
+    tracemalloc.start()
+    try:
+        loader(tmp_path, PREFIX)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The packed arrays, an expert's worth of rows in another order, and small change.
+    assert peak < nbytes + nbytes / 16 + 300_000
+    assert peak < 16 * 3 * 512 * 256 * 2 / 3  # far below even bf16 weights
+
+
+# --- Damage. Each error names the tensor, and the file where there is one.
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path, rng):
+    write(tmp_path, per_expert(random_experts(rng), PREFIX))
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for size in (0, 5, 8, header // 2, header - 1, header, (header + len(whole)) // 2):
+        path.write_bytes(whole[:size])
+        fails(tmp_path, r"model\.safetensors.*truncated")
+    path.write_bytes(whole[:-1])
+    fails(tmp_path, r"2\.down_proj\.input_scale .*truncated: it ends at byte")
+
+
+def test_what_is_no_safetensors_file_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for content, message in (
+        (b"\xff" * 64, "a header of"),
+        (b"\x04" + bytes(7) + b"nope", "not a safetensors file"),
+        (b"\x02" + bytes(7) + b"[]", "no JSON object"),
+        (b"\x12" + bytes(7) + b'{"a":{"dtype":"U"}}'[:18], "not a safetensors file"),
+        (b"\x11" + bytes(7) + b'{"a":{"dtype":3}}', "entry of a is malformed"),
+    ):
+        path.write_bytes(content)
+        fails(tmp_path, message)
+    text = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'
+    path.write_bytes(bytes([len(text)]) + bytes(7) + text + bytes(8))
+    fails(tmp_path, r"a \(F32\[2\].*data_offsets \[0, 4\]; it needs 8 bytes")
+    path.unlink()
+    fails(tmp_path, "holds neither model.safetensors.index.json nor")
+    fails(tmp_path / "nowhere", "no such file or directory")
+
+
+def test_a_tensor_that_its_shard_does_not_hold_is_named(tmp_path, rng):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    write_shards(tmp_path, [dict(list(tensors.items())[:20]), dict(list(tensors.items())[20:])])
+    name = first(tensors, ".0.up_proj.weight_scale")
+    shard = dict(list(tensors.items())[:20])
+    del shard[name]
+    write_file(tmp_path / "model-00001-of-00002.safetensors", shard)
+    fails(tmp_path, f"{name} is missing from .*model-00001-of-00002.safetensors, where")
+
+
+def test_a_missing_shard_is_named(tmp_path, rng):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    write_shards(tmp_path, [dict(list(tensors.items())[:20]), dict(list(tensors.items())[20:])])
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    fails(tmp_path, "is missing: its shard .*model-00002-of-00002.safetensors does not exist")
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_tensor_in_two_shards_is_named(tmp_path, rng, indexed):
+    tensors = list(per_expert(random_experts(rng), PREFIX).items())
+    write_shards(tmp_path, [dict(tensors[:21]), dict(tensors[20:])])
+    if not indexed:
+        (tmp_path / "model.safetensors.index.json").unlink()
+    fails(tmp_path, f"{re.escape(tensors[20][0])} .*holds a tensor of this name too")
+
+
+def test_a_bad_index_is_refused(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    for text, message in (("{", "cannot be read as JSON"), ("[]", "no JSON object")):
+        index.write_text(text)
+        fails(tmp_path, message)
+    index.write_text("{}")
+    fails(tmp_path, "has no weight_map")
+
+
+PARTS = ["weight", "weight_scale", "weight_scale_2", "input_scale"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+def test_a_missing_tensor_is_named(tmp_path, rng, projection, part):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    name = f"{PREFIX}.1.{projection}.{part}"
+    del tensors[name]
+    fails(write(tmp_path, tensors), re.escape(f"{name} is missing"))
+
+
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_a_missing_stacked_tensor_is_named(tmp_path, rng, part):
+    tensors = gpt_oss(random_experts(rng, "mxfp4", bias=True), PREFIX)
+    name = f"{PREFIX}.down_proj_{part}"
+    del tensors[name]
+    fails(write(tmp_path, tensors), re.escape(f"{name} is missing"))
+
+
+def test_a_missing_expert_is_named(tmp_path, rng):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    tensors = {name: array for name, array in tensors.items() if f"{PREFIX}.1." not in name}
+    fails(write(tmp_path, tensors), re.escape(f"{PREFIX}.1.gate_proj.weight is missing"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+def test_a_shape_or_dtype_that_does_not_match_is_named(tmp_path, rng, projection, part, change):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    name = f"{PREFIX}.2.{projection}.{part}"
+    if change == "shape":
+        tensors[name] = np.repeat(np.atleast_1d(tensors[name]), 3, axis=-1)
+    else:
+        tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    words = "its shape must be" if change == "shape" else r"its dtype must be|not packed \(U8\)"
+    fails(write(tmp_path, tensors), rf"{re.escape(name)} \(.*({words})")
+
+
+def test_columns_that_do_not_fill_blocks_are_refused(tmp_path, rng):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    tensors = {
+        name: array[:, :12] if name.endswith("gate_proj.weight") else array
+        for name, array in tensors.items()
+    }
+    fails(
+        write(tmp_path, tensors), "0.gate_proj.weight .*hidden is 24; nvfp4 needs a multiple of 16"
+    )
+
+
+def test_a_transposed_stack_is_refused(tmp_path, rng):
+    tensors = stacked(random_experts(rng), PREFIX)
+    tensors = {
+        name: array.swapaxes(1, 2) if array.ndim == 3 else array for name, array in tensors.items()
+    }
+    fails(write(tmp_path, tensors), f"{PREFIX}.gate_up_proj_weight_scale .*shape must be")
+
+
+@pytest.mark.parametrize("value", [0.0, np.inf, -np.inf, np.nan, -1.0, 1e-40])
+@pytest.mark.parametrize("convention", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("part", [2, 3])
+def test_a_global_scale_that_is_no_scale_is_named(tmp_path, rng, convention, part, value):
+    tensors = per_expert(random_experts(rng), PREFIX, convention)
+    suffix = {"modelopt": ("weight_scale_2", "input_scale")}.get(
+        convention, ("weight_global_scale", "input_global_scale")
+    )[part - 2]
+    name = f"{PREFIX}.1.up_proj.{suffix}"
+    tensors[name] = np.full_like(tensors[name], value)
+    fails(write(tmp_path, tensors), rf"{re.escape(name)} .*holds .*must be positive")
+
+
+@pytest.mark.parametrize(("bits", "word"), [(0x7F, "NaN"), (0xFF, "NaN"), (0x81, "negative")])
+def test_a_block_scale_that_is_no_scale_is_named(tmp_path, rng, bits, word):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    name = f"{PREFIX}.2.down_proj.weight_scale"
+    tensors[name] = tensors[name].copy()
+    tensors[name].view(np.uint8)[5, 1] = bits
+    message = rf"{re.escape(name)} .*block scale of expert 2 at row 5, block 1 is {word}"
+    fails(write(tmp_path, tensors), message)
+
+
+def test_a_nan_mx_scale_is_named(tmp_path, rng):
+    tensors = gpt_oss(random_experts(rng, "mxfp4"), PREFIX)
+    tensors = {name: array for name, array in tensors.items() if "bias" not in name}
+    name = f"{PREFIX}.down_proj_scales"
+    tensors[name] = tensors[name].copy()
+    tensors[name][1, 7, 0] = 0xFF
+    fails(write(tmp_path, tensors), "down_proj_scales .*expert 1 at row 7, block 0 is NaN")
+
+
+def test_mixed_layouts_are_refused(tmp_path, rng):
+    weights = random_experts(rng)
+    modelopt = per_expert(weights, PREFIX)
+    compressed = per_expert(weights, PREFIX, "compressed-tensors")
+    pick = {name: array for name, array in compressed.items() if f"{PREFIX}.2." in name}
+    rest = {name: array for name, array in modelopt.items() if f"{PREFIX}.2." not in name}
+    fails(write(tmp_path, rest | pick), "2.gate_proj.weight_packed .*compressed-tensors layout")
+    whole = {name: array for name, array in stacked(weights, PREFIX).items() if "down" in name}
+    rest = {name: array for name, array in modelopt.items() if "down" not in name}
+    fails(write(tmp_path, rest | whole), "mixed with .*stacked over experts")
+    stack = stacked(weights, PREFIX)
+    split = {f"{PREFIX}.gate_proj_weight": stack[f"{PREFIX}.gate_up_proj_weight"]}
+    fails(write(tmp_path, stack | split), "gate_proj_weight .*mixed with .*gate and up in one")
+    twice = {f"{PREFIX}.0.w1.weight": modelopt[f"{PREFIX}.0.gate_proj.weight"]}
+    fails(write(tmp_path, modelopt | twice), "0.w1.weight .*says the same as .*gate_proj.weight")
+
+
+def test_tensors_that_are_not_understood_are_refused(tmp_path, rng):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    tensors[f"{PREFIX}.0.gate_proj.pre_quant_scale"] = np.ones(64, np.float32)
+    fails(write(tmp_path, tensors), "pre_quant_scale .*no tensor that load_experts knows")
+
+
+def test_dense_experts_are_refused_with_advice(tmp_path):
+    tensors = {f"{PREFIX}.0.gate_proj.weight": np.ones((32, 64), ml_dtypes.bfloat16)}
+    fails(write(tmp_path, tensors), "0.gate_proj.weight .*not packed.*ExpertWeights.quantize")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (COMPRESSED, "declares compressed-tensors; the tensors are laid out as modelopt"),
+        (MXFP4, "declares mxfp4"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "declares quant_method 'gptq'"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+            "declares quant_algo 'FP8'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "x"}},
+            "declares format 'x'",
+        ),
+        ({"num_experts": 4}, "has 3 experts; config.json of .* says num_experts 4"),
+        ({"text_config": {"num_local_experts": 8}}, "says num_local_experts 8"),
+    ],
+)
+def test_a_configuration_that_contradicts_the_tensors_is_refused(tmp_path, rng, config, message):
+    fails(write(tmp_path, per_expert(random_experts(rng), PREFIX), config), message)
+
+
+def test_an_unknown_row_order_is_refused(tmp_path, rng):
+    write(tmp_path, per_expert(random_experts(rng), PREFIX))
+    with pytest.raises(ValueError, match="w13_order is 'both'"):
+        moe.load_experts(tmp_path, PREFIX, w13_order="both")
