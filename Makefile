@@ -25,6 +25,7 @@ PIP := "$(VENV_PYTHON)" -m pip --disable-pip-version-check --no-input
 VENV_STAMP := $(STAMPS)/venv
 DEPS_STAMP := $(STAMPS)/deps$(addprefix -jax-,$(JAX))
 LINT_STAMP := $(STAMPS)/lint
+PACKAGE_STAMP := $(STAMPS)/package
 BUILD_STAMP := $(STAMPS)/build
 
 # What the extension is compiled from. Python files are not here: the install is editable.
@@ -49,7 +50,7 @@ endif
 unexport PYTHONHOME PYTHONPATH
 export PIP_USER := 0
 
-.PHONY: help demo test lint format build clean distclean
+.PHONY: help demo test lint format build wheel clean distclean
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -59,6 +60,7 @@ help:
 	@echo "make lint       ruff, mypy, clang-format, and the rules between the parts of the code"
 	@echo "make format     let ruff and clang-format rewrite the sources"
 	@echo "make build      set up and build the extension only"
+	@echo "make wheel      build a manylinux wheel in dist/ and try it in an empty environment"
 	@echo "make clean      remove what was built; distclean removes the environment as well"
 
 demo: $(BUILD_STAMP)
@@ -84,6 +86,19 @@ format: $(LINT_STAMP)
 
 build: $(BUILD_STAMP)
 	@echo "The extension in $(VENV) is up to date."
+
+# Built in an environment of its own, so that the wheel runs on every supported jaxlib; with the CUDA
+# half wherever that may come from, unless CUDA=off (see tools/build_backend.py).
+wheel: $(PACKAGE_STAMP)
+	@sh tools/preflight.sh "$(VENV_PYTHON)"
+	@rm -rf build/wheel dist
+	@$(STEP) wheel "Building the wheel" \
+	  $(PIP) wheel --verbose --no-deps --wheel-dir build/wheel -Ccmake.define.B12X_CUDA=$(CUDA) .
+	@PATH="$(abspath $(VENV)/bin):$$PATH" $(STEP) auditwheel "Making it a manylinux wheel" \
+	  "$(VENV_PYTHON)" -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@$(STEP) check-wheel "Trying it in an empty environment" \
+	  sh tools/check_wheel.sh dist/*.whl "$(abspath $(VENV_PYTHON))"
+	@ls -l dist
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -113,6 +128,11 @@ $(DEPS_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 $(LINT_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 	@"$(VENV_PYTHON)" tools/requirements.py lint > "$(STAMPS)/requirements-lint.txt"
 	@$(STEP) lint-deps "Installing the linters" $(PIP) install -r "$(STAMPS)/requirements-lint.txt"
+	@touch "$@"
+
+$(PACKAGE_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
+	@"$(VENV_PYTHON)" tools/requirements.py package > "$(STAMPS)/requirements-package.txt"
+	@$(STEP) package-deps "Installing auditwheel" $(PIP) install -r "$(STAMPS)/requirements-package.txt"
 	@touch "$@"
 
 $(BUILD_STAMP): $(BUILD_INPUTS) $(DEPS_STAMP)

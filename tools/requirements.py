@@ -1,7 +1,7 @@
 """Prints requirements from pyproject.toml, one a line, for ``pip install -r``.
 
 Groups: ``build`` (to build without isolation), ``runtime``, ``cmake`` (CMake and Ninja, where the
-machine has none that are new enough), or the name of an optional dependency group.
+machine has none that are new enough), or the name of an optional dependency or dependency group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def requirements(group: str) -> list[str]:
         from scikit_build_core.build import get_requires_for_build_editable
 
         return get_requires_for_build_editable({})
-    return list(project["project"]["optional-dependencies"][group])
+    groups = project["project"]["optional-dependencies"] | project["dependency-groups"]
+    return list(groups[group])
 
 
 def main() -> None:
