@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_b12x.moe.recipe import SILU, Activation, Recipe, get_recipe
+from jax_b12x.moe.recipe import SILU, Activation, Recipe, WeightFormat, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
 from jax_b12x.quant import QuantizedTensor, mxfp4, nvfp4
 
@@ -95,7 +95,7 @@ def _input(x: jax.Array, global_scale: jax.Array, recipe: Recipe) -> tuple[jax.A
     return values, jnp.where(usable, global_scale, jnp.float32(0))
 
 
-def _unscaled(packed: jax.Array, scale: jax.Array, weight_format: str) -> jax.Array:
+def _unscaled(packed: jax.Array, scale: jax.Array, weight_format: WeightFormat) -> jax.Array:
     """Returns ``e2m1 * block scale`` of one expert's matrix; its global scale is applied later."""
     tensor = QuantizedTensor(packed, scale, jnp.float32(1), weight_format)
     if weight_format == "nvfp4":
@@ -104,4 +104,7 @@ def _unscaled(packed: jax.Array, scale: jax.Array, weight_format: str) -> jax.Ar
 
 
 def _dot(a: jax.Array, w: jax.Array) -> jax.Array:
+    # Without the barrier XLA's CPU compiler fuses what made the operands into the product, and makes
+    # them again for each of its elements when there is one token.
+    a, w = jax.lax.optimization_barrier((a, w))
     return jnp.matmul(a, w.T, precision=jax.lax.Precision.HIGHEST)
