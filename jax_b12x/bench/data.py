@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jax_b12x.moe.recipe import WeightFormat
-from jax_b12x.moe.weights import ExpertWeights
+from jax_b12x.moe.weights import BLOCK, ExpertWeights
 
 # Root mean square of the sixteen E2M1 values.
 _E2M1_RMS = 2.926
-_BLOCK: dict[WeightFormat, int] = {"nvfp4": 16, "mxfp4": 32}
 
 
 def random_experts(
@@ -32,7 +30,7 @@ def random_experts(
       intermediate: a multiple of the format's block.
       weight_format: ``"nvfp4"`` or ``"mxfp4"``.
     """
-    block = _BLOCK[weight_format]
+    block = BLOCK[weight_format]
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         if size <= 0 or size % block:
             raise ValueError(f"{name} is {size}; it must be a positive multiple of {block}")
@@ -48,25 +46,21 @@ def random_experts(
         exponent = np.round(np.log2(1 / (_E2M1_RMS * np.sqrt(columns))))
         return np.exp2(exponent + rng.integers(-1, 1, shape)).astype(ml_dtypes.float8_e8m0fnu)
 
-    def global_scale(columns: int, shape: tuple[int, ...]) -> np.ndarray:
-        value = 1.0 if weight_format == "mxfp4" else 1 / (_E2M1_RMS * np.sqrt(columns))
-        return np.full(shape, value, np.float32)
+    def global_scale(columns: int) -> float:
+        return 1.0 if weight_format == "mxfp4" else float(1 / (_E2M1_RMS * np.sqrt(columns)))
 
-    return ExpertWeights(
-        w13=jnp.asarray(codes(2 * intermediate, hidden)),
-        w13_scale=jnp.asarray(scales(2 * intermediate, hidden)),
-        w13_global_scale=jnp.asarray(global_scale(hidden, (num_experts, 2))),
-        w2=jnp.asarray(codes(hidden, intermediate)),
-        w2_scale=jnp.asarray(scales(hidden, intermediate)),
-        w2_global_scale=jnp.asarray(global_scale(intermediate, (num_experts,))),
-        # Unit-variance activations stay below 6 * 448 * this.
-        w13_input_scale=jnp.float32(8 / (6 * 448)),
-        w2_input_scale=jnp.full((num_experts,), 8 / (6 * 448), jnp.float32),
-        w13_bias=jnp.zeros((num_experts, 0), jnp.float32),
-        w2_bias=jnp.zeros((num_experts, 0), jnp.float32),
+    # Unit-variance activations stay below 6 * 448 times this.
+    input_scale = 8 / (6 * 448)
+    return ExpertWeights.from_arrays(
+        codes(2 * intermediate, hidden),
+        scales(2 * intermediate, hidden),
+        codes(hidden, intermediate),
+        scales(hidden, intermediate),
         format=weight_format,
-        hidden=hidden,
-        intermediate=intermediate,
+        w13_global_scale=global_scale(hidden),
+        w2_global_scale=global_scale(intermediate),
+        w13_input_scale=input_scale,
+        w2_input_scale=input_scale,
     )
 
 
