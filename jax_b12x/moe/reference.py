@@ -104,7 +104,7 @@ def _unscaled(packed: jax.Array, scale: jax.Array, weight_format: WeightFormat) 
 
 
 def _dot(a: jax.Array, w: jax.Array) -> jax.Array:
-    # Without the barrier XLA's CPU compiler fuses what made the operands into the product, and makes
-    # them again for each of its elements when there is one token.
+    # Without the barrier XLA's CPU compiler fuses what made the operands into the product, and
+    # makes them again for each of its elements when there is one token.
     a, w = jax.lax.optimization_barrier((a, w))  # type: ignore[no-untyped-call, unused-ignore]
     return jnp.matmul(a, w.T, precision=jax.lax.Precision.HIGHEST)

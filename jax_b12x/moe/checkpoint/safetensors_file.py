@@ -94,7 +94,7 @@ class Tensor:
                 stream.seek(self.start + offset * self.itemsize)
                 done = 0
                 while done < view.size:
-                    count = stream.readinto(memoryview(view)[done:])
+                    count = stream.readinto(view.data[done:])
                     if not count:
                         raise self.error("the file ends within it")
                     done += count
