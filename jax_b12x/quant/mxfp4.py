@@ -39,8 +39,14 @@ def quantize(x: jax.Array) -> QuantizedTensor:
     Raises:
       TypeError, ValueError: a dtype or shape is wrong.
     """
-    scale, scaled, _ = blocks.mx_scale(blocks.split(x, BLOCK, "MXFP4"), e2m1.EMAX)
-    return QuantizedTensor(pack(blocks.join(e2m1.encode(scaled))), scale, jnp.float32(1), "mxfp4")
+    q: QuantizedTensor = _quantize(x)
+    return q
+
+
+@jax.jit
+def _quantize(x: jax.Array) -> QuantizedTensor:
+    scale, scaled = blocks.mx_scale(blocks.split(x, BLOCK, "MXFP4"), e2m1.EMAX)
+    return QuantizedTensor(pack(e2m1.encode(scaled)), scale, jnp.float32(1), "mxfp4")
 
 
 def dequantize(q: QuantizedTensor, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:

@@ -48,8 +48,14 @@ def quantize(x: jax.Array) -> QuantizedTensor:
     Raises:
       TypeError, ValueError: a dtype or shape is wrong.
     """
-    scale, scaled, _ = blocks.mx_scale(blocks.split(x, BLOCK, "MXFP8"), e4m3.EMAX)
-    return QuantizedTensor(pack(blocks.join(e4m3.encode(scaled))), scale, jnp.float32(1), "mxfp8")
+    q: QuantizedTensor = _quantize(x)
+    return q
+
+
+@jax.jit
+def _quantize(x: jax.Array) -> QuantizedTensor:
+    scale, scaled = blocks.mx_scale(blocks.split(x, BLOCK, "MXFP8"), e4m3.EMAX)
+    return QuantizedTensor(pack(e4m3.encode(scaled)), scale, jnp.float32(1), "mxfp8")
 
 
 def dequantize(q: QuantizedTensor, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:

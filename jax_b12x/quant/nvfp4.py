@@ -67,6 +67,12 @@ def quantize(x: jax.Array, global_scale: jax.typing.ArrayLike = 1.0) -> Quantize
     Raises:
       TypeError, ValueError: a dtype or shape is wrong.
     """
+    q: QuantizedTensor = _quantize(x, global_scale)
+    return q
+
+
+@jax.jit
+def _quantize(x: jax.Array, global_scale: jax.typing.ArrayLike) -> QuantizedTensor:
     x_blocks = blocks.split(x, BLOCK, "NVFP4")
     g = blocks.global_scale_array(global_scale, x_blocks.shape[:-2])
     usable = blocks.usable_global_scale(g)[..., None]
@@ -75,13 +81,15 @@ def quantize(x: jax.Array, global_scale: jax.typing.ArrayLike = 1.0) -> Quantize
     scale = e4m3.encode(softfloat.divide(softfloat.divide(amax, jnp.float32(e2m1.MAX)), usable))
     unusable = (softfloat.to_bits(usable) == 0) & ~nan
     scale = jnp.where(unusable, jnp.zeros_like(scale), scale)
-    step = softfloat.multiply_short(e4m3.decode(scale), usable)[..., None]
-    # An infinity over a step that overflowed would be 0/0's kin: it saturates like any other.
-    infinite = softfloat.magnitude_bits(x_blocks) == np.uint32(0x7F800000)
-    codes = e2m1.encode(jnp.where(infinite, x_blocks, softfloat.divide(x_blocks, step)))
-    empty = nan | (e4m3.decode(scale) == 0)
-    codes = jnp.where(empty[..., None], np.uint8(0), codes)
-    return QuantizedTensor(pack(blocks.join(codes)), scale, g, "nvfp4")
+    step = blocks.spread(softfloat.multiply_short(e4m3.decode(scale), usable), BLOCK)
+    elements = blocks.join(x_blocks)
+    # An infinity saturates whatever the step is, and infinity / infinity would be NaN.
+    infinite = softfloat.magnitude_bits(elements) == np.uint32(0x7F800000)
+    codes = e2m1.encode(jnp.where(infinite, elements, softfloat.divide(elements, step)))
+    # The step is 0 just where the scale is: where it is not, it is at least the smallest subnormal.
+    empty = softfloat.is_nan(step) | (softfloat.magnitude_bits(step) == 0)
+    codes = jnp.where(empty, np.uint8(0), codes)
+    return QuantizedTensor(pack(codes), scale, g, "nvfp4")
 
 
 def dequantize(
