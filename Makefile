@@ -16,6 +16,7 @@ JAX ?=
 CUDA ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BAZEL_TARGETS ?= //:all
 
 STAMPS := $(VENV)/.b12x
 VENV_PYTHON := $(VENV)/bin/python
@@ -50,7 +51,7 @@ endif
 unexport PYTHONHOME PYTHONPATH
 export PIP_USER := 0
 
-.PHONY: help demo test lint format build wheel clean distclean
+.PHONY: help demo test lint format build wheel bazel-test clean distclean
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -61,6 +62,7 @@ help:
 	@echo "make format     let ruff and clang-format rewrite the sources"
 	@echo "make build      set up and build the extension only"
 	@echo "make wheel      build a manylinux wheel in dist/ and try it in an empty environment"
+	@echo "make bazel-test build and test with Bazel (BAZEL_TARGETS=//:tests/test_native for a part)"
 	@echo "make clean      remove what was built; distclean removes the environment as well"
 
 demo: $(BUILD_STAMP)
@@ -99,6 +101,14 @@ wheel: $(PACKAGE_STAMP)
 	@$(STEP) check-wheel "Trying it in an empty environment" \
 	  sh tools/check_wheel.sh dist/*.whl "$(abspath $(VENV_PYTHON))"
 	@ls -l dist
+
+# Bazel takes jaxlib's headers, nanobind and what the tests import from the environment, and nothing
+# from a network; the extension is its own, not the one of `make build`.
+bazel-test: $(DEPS_STAMP)
+	@command -v bazel >/dev/null || { \
+	  echo "There is no bazel here. On Debian or Ubuntu: sudo apt-get install bazel-bootstrap"; exit 1; }
+	bazel test $(BAZEL_TARGETS) --keep_going --local_test_jobs=2 \
+	  --repo_env=B12X_PYTHON="$(abspath $(VENV_PYTHON))" --repo_env=B12X_CUDA=$(CUDA)
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -50,7 +50,6 @@ set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 
-set(B12X_CUDA_FLAGS --expt-relaxed-constexpr -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror)
 foreach(arch IN LISTS B12X_CUDA_ARCHITECTURES)
   list(APPEND B12X_CUDA_FLAGS "-gencode=arch=compute_${arch},code=sm_${arch}")
 endforeach()

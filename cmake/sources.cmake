@@ -11,5 +11,7 @@ set(B12X_MODULE_SOURCES
 set(B12X_CUDA_SOURCES)
 # The module `_b12x_cuda`: FFI handlers of the `CUDA` platform, compiled by the C++ compiler.
 set(B12X_CUDA_MODULE_SOURCES)
+# Options of nvcc, beside the architectures, the C++ standard and optimisation.
+set(B12X_CUDA_FLAGS --expt-relaxed-constexpr -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror)
 # Compute capabilities that the CUDA sources are compiled for.
 set(B12X_CUDA_ARCHITECTURES 90a)
