@@ -2,7 +2,18 @@
 
 # CPU kernels and the host runtime: no XLA types.
 set(B12X_HOST_SOURCES
-    ffi/host/isa.cc)
+    ffi/host/isa.cc
+    ffi/host/kernels_baseline.cc
+    ffi/host/moe.cc
+    ffi/host/parallel.cc
+    ffi/host/rows.cc
+    ffi/host/scratch.cc
+    ffi/host/tables.cc)
+# The same kernels for wider x86-64 processors; each is compiled with its own flags.
+set(B12X_HOST_AVX2_SOURCES
+    ffi/host/kernels_avx2.cc)
+set(B12X_HOST_AVX512_SOURCES
+    ffi/host/kernels_avx512.cc)
 # The module `_b12x`: FFI handlers of the `cpu` platform.
 set(B12X_MODULE_SOURCES
     ffi/module.cc

@@ -1,6 +1,6 @@
 """Mixture of experts: recipes, plans, weights, routing and the op."""
 
-from jax_b12x.moe import routing
+from jax_b12x.moe import reference, routing
 from jax_b12x.moe.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -8,6 +8,7 @@ from jax_b12x.moe.checkpoint import (
     load_experts,
     save_experts,
 )
+from jax_b12x.moe.op import TARGET, fused_moe
 from jax_b12x.moe.plan import Implementation, MoePlan, Overlap, plan
 from jax_b12x.moe.recipe import RECIPES, SILU, SWIGLU_OAI, Activation, Recipe, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
@@ -16,6 +17,7 @@ __all__ = [
     "RECIPES",
     "SILU",
     "SWIGLU_OAI",
+    "TARGET",
     "Activation",
     "Checkpoint",
     "CheckpointError",
@@ -24,10 +26,12 @@ __all__ = [
     "MoePlan",
     "Overlap",
     "Recipe",
+    "fused_moe",
     "get_recipe",
     "list_moe_layers",
     "load_experts",
     "plan",
+    "reference",
     "routing",
     "save_experts",
 ]

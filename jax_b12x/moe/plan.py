@@ -41,6 +41,8 @@ class MoePlan:
       scratch_bytes: device scratch, passed as an extra result.
       geometry: launch parameters by name, in a fixed order.
       reasons: why, a sentence each.
+      host_isa: the instruction set of the CPU kernels, from ``B12X_HOST_ISA``; ``"auto"`` is
+        decided where the program runs.
     """
 
     recipe: RecipeName
@@ -59,6 +61,7 @@ class MoePlan:
     scratch_bytes: int
     geometry: tuple[tuple[str, int], ...] = ()
     reasons: tuple[str, ...] = ()
+    host_isa: str = "auto"
 
     @property
     def platform(self) -> Platform:
@@ -101,7 +104,8 @@ def plan(
     """Decides how an MoE call of these static shapes runs.
 
     The same arguments give the same plan. What an argument leaves open is read from the process
-    first (the default device, ``B12X_NVFP4_SPLIT_DECODE``), and the decision itself is pure.
+    first (the default device, ``B12X_NVFP4_SPLIT_DECODE``, ``B12X_HOST_ISA``), and the decision
+    itself is pure.
 
     Args:
       recipe: ``"w4a16"`` or ``"nvfp4"``.
@@ -124,7 +128,7 @@ def plan(
 
     Raises:
       ValueError: an argument is out of range, or the forced path cannot run; says why.
-      ConfigError: ``B12X_NVFP4_SPLIT_DECODE`` holds a bad value.
+      ConfigError: an environment variable holds a bad value.
     """
     if split_decode is None:
         split_decode = config.NVFP4_SPLIT_DECODE.get()
@@ -158,4 +162,5 @@ def plan(
         scratch_bytes=decision.geometry.scratch_bytes,
         geometry=decision.geometry.parameters,
         reasons=decision.reasons,
+        host_isa=config.HOST_ISA.get(),
     )

@@ -36,10 +36,11 @@ def moe(
       ``x.dtype[num_tokens, hidden]``.
     """
     contract = get_recipe(recipe)
+    a, a_scale = _input(x, weights.w13_input_scale, contract)
 
     def add_expert(total: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         one = jax.tree.map(lambda leaf: leaf[expert] if leaf.ndim else leaf, weights)
-        y = _expert(x, one, contract, activation)
+        y = _expert(a, a_scale, one, contract, activation, x.dtype)
         # A route that is not taken may have any weight, NaN too, and its y may be NaN.
         for k in range(topk_ids.shape[1]):
             taken = topk_ids[:, k] == expert
@@ -47,19 +48,31 @@ def moe(
             total = total.at[k].set(jnp.where(taken[:, None], product, total[k]))
         return total, None
 
-    shape = (topk_ids.shape[1], *x.shape)  # one slice a route, so that they are added in order
-    routes, _ = jax.lax.scan(
-        add_expert, jnp.zeros(shape, jnp.float32), jnp.arange(weights.num_experts)
-    )
+    # One slice a route, so that they are added in order.
+    nothing = jnp.zeros((topk_ids.shape[1], *x.shape), jnp.float32)
+    nothing = _varying_as(nothing, (x, topk_ids, topk_weights, weights))
+    routes, _ = jax.lax.scan(add_expert, nothing, jnp.arange(weights.num_experts))
     out = jnp.zeros(x.shape, jnp.float32)
     for k in range(topk_ids.shape[1]):
         out = out + routes[k]
     return out.astype(x.dtype)
 
 
-def _expert(x: jax.Array, one: ExpertWeights, recipe: Recipe, activation: Activation) -> jax.Array:
+def _varying_as(array: jax.Array, like: object) -> jax.Array:
+    """Inside ``shard_map``, returns ``array`` typed as varying over the axes that ``like`` does."""
+    axes = frozenset[str]().union(*(jax.typeof(leaf).vma for leaf in jax.tree.leaves(like)))
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
+
+
+def _expert(
+    a: jax.Array,
+    a_scale: jax.Array,
+    one: ExpertWeights,
+    recipe: Recipe,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
     """Returns one expert's ``f32[num_tokens, hidden]`` for every token; ``one`` has no E axis."""
-    a, a_scale = _input(x, one.w13_input_scale, recipe)
     product = _dot(a, _unscaled(one.w13, one.w13_scale, one.format))
     gate, up = jnp.split(product, 2, axis=1)
     gate = gate * (a_scale * one.w13_global_scale[0])
@@ -70,7 +83,7 @@ def _expert(x: jax.Array, one: ExpertWeights, recipe: Recipe, activation: Activa
 
     h = activate(gate, up, activation)
     if not recipe.quantized_activations:
-        h = h.astype(x.dtype)
+        h = h.astype(dtype)
     h, h_scale = _input(h, one.w2_input_scale, recipe)
     y = _dot(h, _unscaled(one.w2, one.w2_scale, one.format)) * (h_scale * one.w2_global_scale)
     return y + one.w2_bias if one.w2_bias.size else y

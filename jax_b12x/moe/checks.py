@@ -1,0 +1,128 @@
+"""The argument checks of the MoE op: all at trace time, each naming the argument."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_b12x.moe.geometry import BLOCK
+from jax_b12x.moe.plan import MoePlan
+from jax_b12x.moe.planner import DTYPES
+from jax_b12x.moe.recipe import Activation
+from jax_b12x.moe.weights import ExpertWeights
+
+_SCALE_DTYPE = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu"}
+
+
+def check_arrays(
+    x: jax.Array, weights: ExpertWeights, topk_ids: jax.Array, topk_weights: jax.Array
+) -> None:
+    """Checks dtypes and shapes of the op's arrays, each alone and against the others.
+
+    Raises:
+      TypeError: a dtype is wrong.
+      ValueError: a shape is wrong.
+    """
+    if not isinstance(weights, ExpertWeights):
+        raise TypeError(f"weights is a {type(weights).__name__}; it must be an ExpertWeights")
+    _check_dtype("x", x, *DTYPES)
+    _check_rank("x", x, "[num_tokens, hidden]")
+    _check_dtype("topk_ids", topk_ids, "int32")
+    _check_rank("topk_ids", topk_ids, "[num_tokens, top_k]")
+    _check_dtype("topk_weights", topk_weights, "float32")
+    _check_rank("topk_weights", topk_weights, "[num_tokens, top_k]")
+    if topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_ids has {topk_ids.shape[0]} rows; it must have one for each of the "
+            f"{x.shape[0]} rows of x"
+        )
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights has shape {topk_weights.shape}; it must have the shape of topk_ids, "
+            f"{topk_ids.shape}"
+        )
+    if x.shape[1] != weights.hidden:
+        raise ValueError(
+            f"x has shape {x.shape}; its rows must have weights.hidden = {weights.hidden} columns"
+        )
+    if weights.layout == "checkpoint":
+        _check_checkpoint_layout(weights)
+
+
+def check_not_contradicted(
+    plan: MoePlan, recipe: str | None, activation: Activation | None
+) -> None:
+    """Checks that arguments given beside a plan say what it says.
+
+    Raises:
+      ValueError: one does not.
+    """
+    for name, given, planned in (
+        ("recipe", recipe, plan.recipe),
+        ("activation", activation, plan.activation),
+    ):
+        if given is not None and given != planned:
+            raise ValueError(f"{name} is {given!r}, but the plan was made for {planned!r}")
+
+
+def check_plan(plan: MoePlan, x: jax.Array, weights: ExpertWeights, topk_ids: jax.Array) -> None:
+    """Checks that ``plan`` was made for these arguments.
+
+    Raises:
+      ValueError: it was not, or the weights are in another layout than it reads.
+    """
+    for name, actual, planned in (
+        ("num_tokens", x.shape[0], plan.num_tokens),
+        ("hidden", x.shape[1], plan.hidden),
+        ("intermediate", weights.intermediate, plan.intermediate),
+        ("num_experts", weights.num_experts, plan.num_experts),
+        ("top_k", topk_ids.shape[1], plan.top_k),
+        ("dtype of x", x.dtype.name, plan.dtype),
+        ("weights.format", weights.format, plan.weight_format),
+    ):
+        if actual != planned:
+            raise ValueError(f"{name} is {actual!r}, but the plan was made for {planned!r}")
+    if weights.layout != plan.weight_layout:
+        if weights.layout == "checkpoint":
+            remedy = "prepare them with weights.prepare(plan)"
+        else:
+            remedy = (
+                "pass the weights as they were loaded (ExpertWeights.unprepare() gives them back)"
+            )
+        raise ValueError(
+            f"weights.layout is {weights.layout!r}, but {plan.implementation!r} on "
+            f"{plan.platform} reads {plan.weight_layout!r}; {remedy}"
+        )
+
+
+def _check_checkpoint_layout(weights: ExpertWeights) -> None:
+    experts, hidden, intermediate = weights.num_experts, weights.hidden, weights.intermediate
+    block = BLOCK[weights.format]
+    scale = _SCALE_DTYPE[weights.format]
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
+        "w13": ("uint8", (experts, 2 * intermediate, hidden // 2)),
+        "w13_scale": (scale, (experts, 2 * intermediate, hidden // block)),
+        "w13_global_scale": ("float32", (experts, 2)),
+        "w2": ("uint8", (experts, hidden, intermediate // 2)),
+        "w2_scale": (scale, (experts, hidden, intermediate // block)),
+        "w2_global_scale": ("float32", (experts,)),
+        "w13_input_scale": ("float32", ()),
+        "w2_input_scale": ("float32", (experts,)),
+        "w13_bias": ("float32", (experts, 2 * intermediate)),
+        "w2_bias": ("float32", (experts, hidden)),
+    }
+    for name, (dtype, shape) in expected.items():
+        array = getattr(weights, name)
+        _check_dtype(f"weights.{name}", array, dtype)
+        absent_bias = name.endswith("_bias") and array.shape == (experts, 0)
+        if array.shape != shape and not absent_bias:
+            raise ValueError(f"weights.{name} has shape {array.shape}; it must be {shape}")
+
+
+def _check_dtype(name: str, array: jax.Array, *allowed: str) -> None:
+    if array.dtype.name not in allowed:
+        raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {' or '.join(allowed)}")
+
+
+def _check_rank(name: str, array: jax.Array, shape: str) -> None:
+    if array.ndim != 2:
+        raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
