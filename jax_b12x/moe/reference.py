@@ -50,18 +50,14 @@ def moe(
 
     # One slice a route, so that they are added in order.
     nothing = jnp.zeros((topk_ids.shape[1], *x.shape), jnp.float32)
-    nothing = _varying_as(nothing, (x, topk_ids, topk_weights, weights))
+    # Inside shard_map the sum varies over the mesh axes that any of these varies over.
+    for array in (x, topk_ids, topk_weights, weights.w2_global_scale):
+        nothing = nothing + jnp.zeros_like(array, jnp.float32).sum()
     routes, _ = jax.lax.scan(add_expert, nothing, jnp.arange(weights.num_experts))
     out = jnp.zeros(x.shape, jnp.float32)
     for k in range(topk_ids.shape[1]):
         out = out + routes[k]
     return out.astype(x.dtype)
-
-
-def _varying_as(array: jax.Array, like: object) -> jax.Array:
-    """Inside ``shard_map``, returns ``array`` typed as varying over the axes that ``like`` does."""
-    axes = frozenset[str]().union(*(jax.typeof(leaf).vma for leaf in jax.tree.leaves(like)))
-    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 
 def _expert(
