@@ -1,20 +1,20 @@
 """Mixture-of-experts decode kernels and one-shot collectives for JAX, as XLA FFI custom calls.
 
-``from jax_b12x import moe, quant``: each subpackage is imported when it is asked for, and importing
-the package itself imports nothing else, JAX included.
+``from jax_b12x import comm, moe, quant``: each subpackage is imported when it is asked for, and
+importing the package itself imports nothing else, JAX included.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jax_b12x import moe, quant
+    from jax_b12x import comm, moe, quant
+    from jax_b12x.lanes import lane
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "moe", "quant", "register"]
+__all__ = ["__version__", "comm", "lane", "moe", "quant", "register"]
 
 
 def register() -> None:
@@ -31,7 +31,9 @@ def register() -> None:
     _native.ensure_registered()
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name == "lane":
+        return importlib.import_module(f"{__name__}.lanes").lane
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -87,7 +87,72 @@ HOST_ISA: EnvVar[str] = EnvVar(
     ),
 )
 
-ALL: tuple[EnvVar[object], ...] = (NVFP4_SPLIT_DECODE, HOST_ISA)  # type: ignore[assignment]
+_SIZE_UNITS = {"": 1, "B": 1, "KB": 1024, "MB": 1024**2}
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes of a size such as ``512KB``, ``1MB`` or ``65536``.
+
+    Args:
+      text: digits, with or without one of the units B, KB (1024 bytes) and MB (1024 KB).
+
+    Raises:
+      ValueError: it has another form.
+    """
+    digits = text.rstrip("BKMbkm")
+    unit = text[len(digits) :].upper()
+    if not digits.isascii() or not digits.isdigit() or unit not in _SIZE_UNITS:
+        raise ValueError(text)
+    return int(digits) * _SIZE_UNITS[unit]
+
+
+def _parse_positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise ValueError(text)
+    return int(text)
+
+
+ONESHOT_MAX_SIZE: EnvVar[int | None] = EnvVar(
+    name="B12X_ONESHOT_MAX_SIZE",
+    default=None,
+    parse=lambda text: None if text == "auto" else parse_size(text),
+    allowed="auto, or a size such as 512KB, 1MB or 65536 (bytes)",
+    meaning=(
+        "The largest message, in bytes a rank, that a one-shot collective takes; larger ones go to "
+        "XLA's. `auto` is the size at which the benchmark saw XLA's win. A pool whose maker names "
+        "a cutoff does not look at it."
+    ),
+)
+
+ONESHOT_SINGLE_CHANNEL: EnvVar[bool] = EnvVar(
+    name="B12X_ONESHOT_SINGLE_CHANNEL",
+    default=False,
+    parse=lambda text: _choice({"0": False, "1": True}, text),
+    allowed="0 (every call site has a channel of its own) or 1 (one channel a lane)",
+    meaning=(
+        "What a pool does whose maker names no isolation: 0 is isolation='call_site', 1 is "
+        "isolation='lane', which saves memory and asks for ordered programs."
+    ),
+)
+
+ONESHOT_TIMEOUT_MS: EnvVar[int] = EnvVar(
+    name="B12X_ONESHOT_TIMEOUT_MS",
+    default=30_000,
+    parse=_parse_positive,
+    allowed="a whole number of milliseconds, 1 or more",
+    meaning=(
+        "How long a rank waits for another one in a one-shot collective before the call fails. A "
+        "pool whose maker names a timeout does not look at it."
+    ),
+)
+
+ALL: tuple[EnvVar[object], ...] = (  # type: ignore[assignment]
+    NVFP4_SPLIT_DECODE,
+    HOST_ISA,
+    ONESHOT_MAX_SIZE,
+    ONESHOT_SINGLE_CHANNEL,
+    ONESHOT_TIMEOUT_MS,
+)
 
 
 def set_variables() -> dict[str, str]:

@@ -20,8 +20,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jax_b12x"
 CXX_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 
-# Which rooms of the package a room may import, itself aside. `config`, `capability` and `_native`
-# are open to all; the rooms that are not named here (cli, bench) may import every other.
+# Which rooms of the package a room may import, itself aside. `config`, `capability`, `lanes` and
+# `_native` are open to all; the rooms that are not named here (cli, bench) may import every other.
 DOORS = {
     "quant": set(),
     "comm": {"quant"},
@@ -29,9 +29,10 @@ DOORS = {
     "flax": {"quant", "comm", "moe"},
     "capability": set(),
     "config": set(),
+    "lanes": set(),
     "_native": set(),
 }
-OPEN_TO_ALL = {"config", "capability", "_native", "_b12x", "_b12x_cuda"}
+OPEN_TO_ALL = {"config", "capability", "_native", "_b12x", "_b12x_cuda", "lanes"}
 
 
 def cxx_files(*folders: str) -> Iterator[pathlib.Path]:
