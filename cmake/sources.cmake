@@ -2,6 +2,7 @@
 
 # CPU kernels and the host runtime: no XLA types.
 set(B12X_HOST_SOURCES
+    ffi/host/all_reduce.cc
     ffi/host/isa.cc
     ffi/host/kernels_baseline.cc
     ffi/host/moe.cc
@@ -14,9 +15,18 @@ set(B12X_HOST_AVX2_SOURCES
     ffi/host/kernels_avx2.cc)
 set(B12X_HOST_AVX512_SOURCES
     ffi/host/kernels_avx512.cc)
+# Pools, channels and leases, which both modules have: no XLA types, no CUDA.
+set(B12X_RUNTIME_SOURCES
+    ffi/runtime/alarm.cc
+    ffi/runtime/crew.cc
+    ffi/runtime/meeting.cc
+    ffi/runtime/pool.cc)
 # The module `_b12x`: FFI handlers of the `cpu` platform.
 set(B12X_MODULE_SOURCES
     ffi/module.cc
+    ffi/bindings/pool.cc
+    ffi/handlers/channel_call.cc
+    ffi/handlers/comm_cpu.cc
     ffi/handlers/moe_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
 set(B12X_CUDA_SOURCES)

@@ -2,15 +2,20 @@
 // `_native.py`.
 #include <nanobind/nanobind.h>
 
+#include "ffi/bindings/pool.h"
 #include "ffi/handlers/families.h"
 #include "ffi/host/isa.h"
 #include "ffi/registry.h"
+#include "ffi/runtime/meeting.h"
 
 namespace nb = nanobind;
 
 namespace {
 
-void Fill(b12x::ffi::Registry& registry) { b12x::ffi::RegisterMoeCpu(registry); }
+void Fill(b12x::ffi::Registry& registry) {
+  b12x::ffi::RegisterMoeCpu(registry);
+  b12x::ffi::RegisterCommCpu(registry);
+}
 
 }  // namespace
 
@@ -18,6 +23,7 @@ NB_MODULE(_b12x, m) {
   m.doc() = "CPU kernels of jax_b12x as XLA FFI handlers.";
   m.attr("XLA_FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   b12x::ffi::ExportRegistry(m, &Fill);
+  b12x::ffi::ExportPools(m, &b12x::runtime::MakeMeetingPlaces);
   m.def("host_isas", []() {
     nb::list names;
     for (const b12x::host::Isa isa : b12x::host::UsableIsas()) {

@@ -1,0 +1,242 @@
+// The collectives on the `cpu` platform: decodes operands, finds the channel and hands the buffers
+// to the meeting place. The result is a future, so that no thread waits for another rank.
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "ffi/handlers/channel_call.h"
+#include "ffi/handlers/families.h"
+#include "ffi/host/all_reduce.h"
+#include "ffi/runtime/meeting.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace b12x::ffi {
+namespace {
+
+namespace xffi = xla::ffi;
+
+struct Token {
+  int64_t channel;
+  int64_t reserved;
+};
+static_assert(sizeof(Token) == kTokenWords * sizeof(uint32_t));
+
+xffi::Future Failed(xffi::Error error) {
+  xffi::Promise promise;
+  xffi::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
+xffi::ErrorOr<host::FloatType> FloatTypeOf(xffi::DataType type) {
+  switch (type) {
+    case xffi::F32:
+      return host::FloatType::kF32;
+    case xffi::F16:
+      return host::FloatType::kF16;
+    case xffi::BF16:
+      return host::FloatType::kBF16;
+    default:
+      return xffi::Unexpected(xffi::Error::InvalidArgument("the message must be f32, f16 or bf16"));
+  }
+}
+
+// Opens an ordered program: the token names the channel that the program holds.
+xffi::Error OpenOrder(ChannelCall* call, xffi::Result<xffi::AnyBuffer> token) {
+  if (xffi::Error error = CheckToken(*token); error.failure()) return error;
+  const runtime::Channel& channel = call->lease->channel();
+  if (channel.refused()) {
+    return xffi::Error(xffi::ErrorCode::kFailedPrecondition, channel.refusal());
+  }
+  const Token content{channel.id(), 0};
+  std::memcpy(token->untyped_data(), &content, sizeof(content));
+  return xffi::Error::Success();
+}
+
+// The channel of a call: its own, or the one that the token names. A token is passed on.
+std::shared_ptr<runtime::Channel> FindChannel(const ChannelCall& call,
+                                              const xffi::RemainingArgs& args,
+                                              const xffi::RemainingRets& rets, size_t num_args,
+                                              size_t num_rets) {
+  if (call.lease.has_value()) return call.lease->shared_channel();
+  const auto token = args.get<xffi::AnyBuffer>(num_args);
+  auto passed_on = rets.get<xffi::AnyBuffer>(num_rets);
+  if (!token || !passed_on || CheckToken(*token).failure() || CheckToken(**passed_on).failure()) {
+    throw runtime::ChannelError("an ordered call needs its order token");
+  }
+  Token content;
+  std::memcpy(&content, token->untyped_data(), sizeof(content));
+  if ((*passed_on)->untyped_data() != token->untyped_data()) {
+    std::memcpy((*passed_on)->untyped_data(), &content, sizeof(content));
+  }
+  std::shared_ptr<runtime::Channel> channel = call.pool->Find(content.channel);
+  if (channel == nullptr) {
+    throw runtime::ChannelError("pool '" + call.pool->options().name + "': channel " +
+                                std::to_string(content.channel) + " is gone");
+  }
+  return channel;
+}
+
+// Meets the other ranks on the channel.
+xffi::Future Meet(const ChannelCall& call, const std::shared_ptr<runtime::Channel>& channel,
+                  int32_t device, xffi::RunId run, runtime::Arrival arrival,
+                  const runtime::Combine& combine) {
+  xffi::Promise promise;
+  xffi::Future future(promise);
+  arrival.done = [promise](const std::string& error) mutable {
+    if (error.empty()) {
+      promise.SetAvailable();
+    } else {
+      promise.SetError(xffi::Error(xffi::ErrorCode::kDeadlineExceeded, error));
+    }
+  };
+  const runtime::Place& place = call.pool->PlaceOf(device);
+  static_cast<runtime::MeetingPlace&>(channel->memory())
+      .Arrive(channel, place.group, run.run_id, place.rank, std::move(arrival), combine);
+  return future;
+}
+
+xffi::Future AllReduce(ChannelCall* call, xffi::RunId run, int32_t device, xffi::RemainingArgs args,
+                       xffi::RemainingRets rets) {
+  try {
+    const auto x = args.get<xffi::AnyBuffer>(0);
+    auto out = rets.get<xffi::AnyBuffer>(0);
+    if (!x || !out) return Failed(xffi::Error::InvalidArgument("b12x_all_reduce takes x"));
+    const auto type = FloatTypeOf(x->element_type());
+    if (type.has_error()) return Failed(type.error());
+    const auto count = static_cast<int64_t>(x->element_count());
+    if ((*out)->element_type() != x->element_type() ||
+        static_cast<int64_t>((*out)->element_count()) != count) {
+      return Failed(xffi::Error::InvalidArgument("b12x_all_reduce: the result must be like x"));
+    }
+    const auto channel = FindChannel(*call, args, rets, 1, 1);
+    if (static_cast<int64_t>(x->size_bytes()) > channel->capacity()) {
+      return Failed(xffi::Error::InvalidArgument("b12x_all_reduce: x is larger than its channel"));
+    }
+    runtime::Arrival arrival;
+    arrival.inputs = {x->untyped_data()};
+    arrival.outputs = {(*out)->untyped_data()};
+    arrival.fill_nan = [type = *type, count, data = (*out)->untyped_data()] {
+      host::FillNan(type, count, data);
+    };
+    return Meet(*call, channel, device, run, std::move(arrival),
+                [type = *type, count](const std::vector<runtime::Arrival>& ranks) {
+                  std::vector<const void*> inputs;
+                  std::vector<void*> outputs;
+                  for (const runtime::Arrival& rank : ranks) {
+                    inputs.push_back(rank.inputs[0]);
+                    outputs.push_back(rank.outputs[0]);
+                  }
+                  host::AllReduce(type, count, inputs, outputs);
+                });
+  } catch (const std::exception& error) {
+    return Failed(ToError(error));
+  }
+}
+
+xffi::Future AllReduceRmsNorm(ChannelCall* call, xffi::RunId run, int32_t device,
+                              xffi::RemainingArgs args, xffi::RemainingRets rets, float eps) {
+  try {
+    const auto x = args.get<xffi::AnyBuffer>(0);
+    const auto residual = args.get<xffi::AnyBuffer>(1);
+    const auto weight = args.get<xffi::AnyBuffer>(2);
+    auto normed = rets.get<xffi::AnyBuffer>(0);
+    auto new_residual = rets.get<xffi::AnyBuffer>(1);
+    if (!x || !residual || !weight || !normed || !new_residual) {
+      return Failed(xffi::Error::InvalidArgument(
+          "b12x_all_reduce_rms_norm takes x, residual and weight, and gives two results"));
+    }
+    const auto type = FloatTypeOf(x->element_type());
+    if (type.has_error()) return Failed(type.error());
+    const auto count = static_cast<int64_t>(x->element_count());
+    const auto hidden = static_cast<int64_t>(weight->element_count());
+    for (const xffi::AnyBuffer& each : {*residual, **normed, **new_residual}) {
+      if (each.element_type() != x->element_type() ||
+          static_cast<int64_t>(each.element_count()) != count) {
+        return Failed(xffi::Error::InvalidArgument(
+            "b12x_all_reduce_rms_norm: residual and results must be like x"));
+      }
+    }
+    if (weight->element_type() != x->element_type() || hidden == 0 || count % hidden != 0) {
+      return Failed(xffi::Error::InvalidArgument(
+          "b12x_all_reduce_rms_norm: weight must be [hidden] of x's dtype"));
+    }
+    const auto channel = FindChannel(*call, args, rets, 3, 2);
+    if (static_cast<int64_t>(x->size_bytes()) > channel->capacity()) {
+      return Failed(
+          xffi::Error::InvalidArgument("b12x_all_reduce_rms_norm: x is larger than its channel"));
+    }
+    runtime::Arrival arrival;
+    arrival.inputs = {x->untyped_data(), residual->untyped_data(), weight->untyped_data()};
+    arrival.outputs = {(*normed)->untyped_data(), (*new_residual)->untyped_data()};
+    arrival.fill_nan = [type = *type, count, outputs = arrival.outputs] {
+      for (void* output : outputs) host::FillNan(type, count, output);
+    };
+    return Meet(*call, channel, device, run, std::move(arrival),
+                [type = *type, count, hidden, eps](const std::vector<runtime::Arrival>& ranks) {
+                  std::vector<host::RmsNormBuffers> buffers;
+                  for (const runtime::Arrival& rank : ranks) {
+                    buffers.push_back({rank.inputs[0], rank.inputs[1], rank.inputs[2],
+                                       rank.outputs[0], rank.outputs[1]});
+                  }
+                  host::AllReduceRmsNorm(type, count / hidden, hidden, eps, buffers);
+                });
+  } catch (const std::exception& error) {
+    return Failed(ToError(error));
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    kOpenOrder,
+    [](ChannelCall* call, xffi::Result<xffi::AnyBuffer> token, xffi::Dictionary) {
+      return OpenOrder(call, token);
+    },
+    xffi::Ffi::Bind().Ctx<xffi::State<ChannelCall>>().Ret<xffi::AnyBuffer>().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    kAllReduce,
+    [](ChannelCall* call, xffi::RunId run, int32_t device, xffi::RemainingArgs args,
+       xffi::RemainingRets rets,
+       xffi::Dictionary) { return AllReduce(call, run, device, args, rets); },
+    xffi::Ffi::Bind()
+        .Ctx<xffi::State<ChannelCall>>()
+        .Ctx<xffi::RunId>()
+        .Ctx<xffi::DeviceOrdinal>()
+        .RemainingArgs()
+        .RemainingRets()
+        .Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    kAllReduceRmsNorm,
+    [](ChannelCall* call, xffi::RunId run, int32_t device, xffi::RemainingArgs args,
+       xffi::RemainingRets rets, xffi::Dictionary attrs) {
+      return AllReduceRmsNorm(call, run, device, args, rets,
+                              attrs.get<float>("eps").has_value() ? *attrs.get<float>("eps") : 0);
+    },
+    xffi::Ffi::Bind()
+        .Ctx<xffi::State<ChannelCall>>()
+        .Ctx<xffi::RunId>()
+        .Ctx<xffi::DeviceOrdinal>()
+        .RemainingArgs()
+        .RemainingRets()
+        .Attrs());
+
+}  // namespace
+
+void RegisterCommCpu(Registry& registry) {
+  registry.AddType<ChannelCall>("b12x_channel_call");
+  Stages stages;
+  stages.instantiate = kInstantiate;
+  stages.execute = kOpenOrder;
+  registry.AddTarget("b12x_open_order", stages);
+  stages.execute = kAllReduce;
+  registry.AddTarget("b12x_all_reduce", stages);
+  stages.execute = kAllReduceRmsNorm;
+  registry.AddTarget("b12x_all_reduce_rms_norm", stages);
+}
+
+}  // namespace b12x::ffi
