@@ -1,0 +1,23 @@
+"""Collectives for decode, on channels that compiled executables own."""
+
+from jax_b12x.comm.all_reduce import all_reduce, all_reduce_rms_norm
+from jax_b12x.comm.lease import ChannelRecord, Checkpoint
+from jax_b12x.comm.memory import channel_bytes, required_bytes
+from jax_b12x.comm.pool import ChannelError, ChannelPool, RollbackRefusedError
+from jax_b12x.comm.teardown import TeardownError, TeardownRefusedError
+from jax_b12x.comm.transport import TransportError
+
+__all__ = [
+    "ChannelError",
+    "ChannelPool",
+    "ChannelRecord",
+    "Checkpoint",
+    "RollbackRefusedError",
+    "TeardownError",
+    "TeardownRefusedError",
+    "TransportError",
+    "all_reduce",
+    "all_reduce_rms_norm",
+    "channel_bytes",
+    "required_bytes",
+]

@@ -1,0 +1,225 @@
+"""Sums over the ranks of a mesh axis: alone, and fused with what follows in a transformer layer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jax_b12x import lanes
+from jax_b12x.comm import order as order_lib
+from jax_b12x.comm import primitives
+from jax_b12x.comm.pool import ChannelPool
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def all_reduce(x: ArrayLike, pool: ChannelPool) -> jax.Array:
+    """Returns the sum of ``x`` over the ranks of the pool's axis, on every rank.
+
+    To be called inside ``shard_map``, in place of ``lax.psum(x, axis)``. The sum is taken in fp32
+    in rank order and rounded once, so that every rank has the same bits and a rerun gives them
+    again. Messages above ``pool.cutoff`` bytes, and all messages where the pool's transport is
+    ``"xla"``, take ``lax.psum``, whose order of summation is XLA's. The derivative is
+    ``lax.psum``'s.
+
+    Args:
+      x: bf16, fp16 or fp32 of any shape; the same shape on every rank.
+      pool: the channels of the axis; made for the mesh that the program runs on.
+
+    Returns:
+      An array like ``x``.
+
+    Raises:
+      TypeError: ``x`` has another dtype.
+      ValueError: the call is not inside a ``shard_map`` over the pool's mesh, or it shares a
+        channel (``isolation="executable"`` or ``"lane"``) and is not inside ``pool.ordered()``.
+    """
+    x = jnp.asarray(x)
+    _check_dtype("x", x)
+    _check_axes("all_reduce", pool)
+    if not _takes_channel(x, pool):
+        return _psum(x, pool)
+    x = _vary(x, pool)
+    order = _order_of("all_reduce", pool)
+    static = _Static(pool, lanes.current(), None if order is None else order.largest)
+    if order is None:
+        return _all_reduce(static, x)  # type: ignore[no-any-return]
+    out, token = _all_reduce_in_order(static, x, order.take())
+    order.give_back(token)
+    return out  # type: ignore[no-any-return]
+
+
+def all_reduce_rms_norm(
+    x: ArrayLike, residual: ArrayLike, weight: ArrayLike, eps: float, pool: ChannelPool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the norm of a layer's summed output plus residual, and the sum, in one launch.
+
+    ::
+
+        new_residual = (sum of x over the ranks, in fp32 in rank order) + residual, rounded once
+        normed = new_residual * rsqrt(mean(new_residual**2, axis=-1) + eps) * weight, rounded once
+
+    in fp32 throughout. It is inference-only. Messages above the cutoff take ``lax.psum`` and the
+    same arithmetic in ``jnp``.
+
+    Args:
+      x: bf16, fp16 or fp32 ``[..., hidden]``: this rank's part of the sum.
+      residual: like ``x``; the same values on every rank.
+      weight: ``[hidden]`` of the same dtype.
+      eps: added to the mean of squares.
+      pool: the channels of the axis.
+
+    Returns:
+      ``(normed, new_residual)``, both like ``x``.
+
+    Raises:
+      TypeError: the dtypes are not allowed or differ, or the call is differentiated.
+      ValueError: shapes do not fit together, or as for :func:`all_reduce`.
+    """
+    x, residual, weight = jnp.asarray(x), jnp.asarray(residual), jnp.asarray(weight)
+    _check_dtype("x", x)
+    for name, array in (("residual", residual), ("weight", weight)):
+        if array.dtype != x.dtype:
+            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, not {array.dtype}")
+    if x.ndim == 0 or residual.shape != x.shape:
+        raise ValueError(f"residual must have the shape of x, {x.shape}, not {residual.shape}")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}")
+    _check_axes("all_reduce_rms_norm", pool)
+    if not _takes_channel(x, pool):
+        wide = x.astype(jnp.float32)
+        plain = functools.partial(_rms_norm, eps=eps)
+        normed, new_residual = _inference_only(plain, _psum(wide, pool), residual, weight)
+        return normed, new_residual
+    x = _vary(x, pool)
+    order = _order_of("all_reduce_rms_norm", pool)
+    token = () if order is None else (order.take(),)
+    call = functools.partial(
+        primitives.all_reduce_rms_norm_p.bind,
+        pool=pool,
+        lane=lanes.current(),
+        largest=None if order is None else order.largest,
+        eps=np.float32(eps),
+    )
+    normed, new_residual, *token = _inference_only(call, x, residual, weight, *token)
+    if order is not None:
+        order.give_back(*token)
+    return normed, new_residual
+
+
+class _Static:
+    """What a call is made with, beside its arrays."""
+
+    def __init__(self, pool: ChannelPool, lane: str, largest: order_lib.Largest | None):
+        self.params = {"pool": pool, "lane": lane, "largest": largest}
+        self.axes = pool.topology.axes
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _all_reduce(static: _Static, x: Any) -> Any:
+    (out,) = primitives.all_reduce_p.bind(x, **static.params)
+    return out
+
+
+@_all_reduce.defjvp
+def _all_reduce_jvp(static: _Static, primals: Any, tangents: Any) -> Any:
+    return _all_reduce(static, *primals), lax.psum(tangents[0], static.axes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _all_reduce_in_order(static: _Static, x: Any, token: Any) -> Any:
+    out, token = primitives.all_reduce_p.bind(x, token, **static.params)
+    return out, token
+
+
+@_all_reduce_in_order.defjvp
+def _all_reduce_in_order_jvp(static: _Static, primals: Any, tangents: Any) -> Any:
+    return (
+        _all_reduce_in_order(static, *primals),
+        (lax.psum(tangents[0], static.axes), tangents[1]),
+    )
+
+
+def _inference_only(call: Any, *args: Any) -> Any:
+    @jax.custom_jvp
+    def op(*args: Any) -> Any:
+        return call(*args)
+
+    @op.defjvp
+    def op_jvp(primals: Any, tangents: Any) -> Any:
+        raise TypeError(
+            "all_reduce_rms_norm is inference-only and cannot be differentiated; train with "
+            "all_reduce, a residual add and a norm"
+        )
+
+    return op(*args)
+
+
+def _rms_norm(summed: Any, residual: Any, weight: Any, *, eps: float) -> Any:
+    new_residual = (summed + residual.astype(jnp.float32)).astype(residual.dtype)
+    wide = new_residual.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
+    normed = (wide * scale * weight.astype(jnp.float32)).astype(residual.dtype)
+    return normed, new_residual
+
+
+def _check_dtype(name: str, array: jax.Array) -> None:
+    if array.dtype.name not in DTYPES:
+        raise TypeError(
+            f"{name} must be {', '.join(DTYPES)}, not {array.dtype}; lax.psum sums other dtypes"
+        )
+
+
+def _check_axes(op: str, pool: ChannelPool) -> None:
+    pool.require_open()
+    mesh = jax.sharding.get_abstract_mesh()
+    own = pool.topology.mesh
+    if dict(mesh.shape) != dict(own.shape) or not set(pool.topology.axes) <= set(mesh.manual_axes):
+        raise ValueError(
+            f"{op} must be inside a shard_map over the pool's mesh {dict(own.shape)} with the axes "
+            f"{pool.topology.axes} manual; here the mesh is {dict(mesh.shape)} with the manual "
+            f"axes "
+            f"{tuple(mesh.manual_axes)}"
+        )
+    automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    if any(mesh.shape[name] > 1 for name in automatic):
+        raise ValueError(f"{op} needs every axis of the mesh manual; {automatic} are not")
+
+
+def _takes_channel(x: jax.Array, pool: ChannelPool) -> bool:
+    if pool.transport == "xla" or pool.world_size == 1 or x.size == 0:
+        return False
+    return bool(x.size * x.dtype.itemsize <= pool.cutoff)
+
+
+def _order_of(op: str, pool: ChannelPool) -> order_lib.Order | None:
+    if not pool.shares_channels:
+        return None
+    order = order_lib.current(pool)
+    if order is None:
+        raise ValueError(
+            f"pool {pool.name!r} has isolation={pool.isolation!r}, where call sites share a "
+            f"channel "
+            f"in an order that the program enforces: put the body of shard_map, with this {op}, "
+            "inside `with pool.ordered():`"
+        )
+    return order
+
+
+def _vary(x: jax.Array, pool: ChannelPool) -> jax.Array:
+    """Marks ``x`` as differing along the pool's axes, as ``lax.psum`` does."""
+    aval = jax.typeof(x)
+    known = primitives.varying(aval)
+    missing = tuple(axis for axis in pool.topology.axes if axis not in known)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _psum(x: jax.Array, pool: ChannelPool) -> jax.Array:
+    summed: jax.Array = lax.psum(x, pool.topology.axes)
+    return summed

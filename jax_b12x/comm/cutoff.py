@@ -1,0 +1,47 @@
+"""The size from which XLA's collective is the faster one."""
+
+from __future__ import annotations
+
+from jax_b12x import config
+from jax_b12x.comm.topology import Topology
+
+# Where the benchmark saw `lax.psum` win (`python -m jax_b12x bench comm`), in bytes a rank. With
+# more ranks each rank sends its message to more peers.
+_GPU_CUTOFF_OF_TWO_RANKS = 4 * 1024**2
+_CPU_CUTOFF = 8 * 1024**2
+
+
+def resolve(cutoff: int | str | None, topology: Topology) -> int:
+    """Returns the cutoff in bytes.
+
+    Args:
+      cutoff: what the user of the pool said: bytes, a size such as ``"512KB"``, ``"auto"`` or
+        ``None`` for the environment's.
+      topology: the ranks.
+
+    Raises:
+      ValueError: it has another form.
+    """
+    if cutoff is None:
+        cutoff = config.ONESHOT_MAX_SIZE.get()
+        if cutoff is None:
+            cutoff = "auto"
+    if isinstance(cutoff, str):
+        if cutoff == "auto":
+            return _automatic(topology)
+        try:
+            return config.parse_size(cutoff)
+        except ValueError:
+            raise ValueError(
+                f"cutoff={cutoff!r} is not understood; allowed: bytes, a size such as '512KB', or "
+                "'auto'"
+            ) from None
+    if isinstance(cutoff, bool) or cutoff < 0:
+        raise ValueError(f"cutoff must be 0 or more bytes, not {cutoff!r}")
+    return cutoff
+
+
+def _automatic(topology: Topology) -> int:
+    if topology.platform == "cpu":
+        return _CPU_CUTOFF
+    return _GPU_CUTOFF_OF_TWO_RANKS // max(1, topology.world_size - 1)

@@ -1,0 +1,50 @@
+"""What channels take in memory, and which isolation mode fits: arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+Isolation = Literal["call_site", "executable", "lane"]
+ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
+
+# Epochs, the poison word and the addresses of the peers; `ffi/runtime/pool.cc` has the same
+# numbers.
+HEADER_BYTES = 4096
+PACKET_BYTES = 16
+BUFFERS = 2
+SMALLEST_LANE_BYTES = 4096
+
+
+def channel_bytes(message_bytes: int, world_size: int) -> int:
+    """Returns the bytes that a channel takes on one rank.
+
+    Each of the other ranks has a slab for each of two epochs in it.
+
+    Args:
+      message_bytes: the largest message that the channel carries, in bytes a rank.
+      world_size: the ranks of a group.
+    """
+    packets = -(-message_bytes // PACKET_BYTES)
+    return HEADER_BYTES + BUFFERS * (world_size - 1) * packets * PACKET_BYTES
+
+
+def lane_message_bytes(message_bytes: int) -> int:
+    """Returns the size of the lane channel that serves ``message_bytes``: a power of two."""
+    return max(SMALLEST_LANE_BYTES, 1 << max(0, message_bytes - 1).bit_length())
+
+
+def required_bytes(programs: Iterable[Sequence[int]], world_size: int, isolation: Isolation) -> int:
+    """Returns the bytes a rank that programs of one lane need.
+
+    Args:
+      programs: for each executable, the message bytes of its call sites.
+      world_size: the ranks of a group.
+      isolation: who shares a channel.
+    """
+    if isolation == "call_site":
+        return sum(channel_bytes(size, world_size) for sites in programs for size in sites)
+    largest = [max(sites) for sites in programs if sites]
+    if isolation == "executable":
+        return sum(channel_bytes(size, world_size) for size in largest)
+    return sum(channel_bytes(size, world_size) for size in set(map(lane_message_bytes, largest)))

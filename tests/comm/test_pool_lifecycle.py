@@ -1,0 +1,252 @@
+"""Pools: what they are told, what they hold, checkpoint, rollback, close, memory."""
+
+import gc
+import io
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comm_testing import assert_same_bits, every_kind, mesh_of, on_each, random_parts
+
+from jax_b12x import _native, comm, config
+from jax_b12x.comm.memory import ISOLATIONS, channel_bytes, lane_message_bytes
+
+
+def drop(pool, step):
+    """Drops an executable and waits until it is gone: a run that is in flight keeps it."""
+    before = sum(record.holders for record in pool.records())
+    step.clear_cache()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while sum(record.holders for record in pool.records()) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@every_kind
+def test_rollback_frees_exactly_what_came_after_the_checkpoint(kind):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp") as pool:
+        early = on_each(mesh, lambda x: kind.call(x, pool))
+        early(parts)
+        before = pool.records()
+        checkpoint = pool.checkpoint()
+        profiling = on_each(mesh, lambda x: kind.call(kind.call(x, pool), pool))
+        profiling(parts)
+        assert len(pool.records()) == 3
+        drop(pool, profiling)
+        assert [record.state for record in pool.records()] == [
+            "leased",
+            "quarantined",
+            "quarantined",
+        ]
+        pool.rollback(checkpoint)
+        assert pool.records() == before
+        assert_same_bits(early(parts), kind.expected(parts, 2))
+        later = on_each(mesh, lambda x: kind.call(x, pool))
+        assert_same_bits(later(parts), kind.expected(parts, 2))
+
+
+@every_kind
+def test_rollback_refuses_while_an_executable_is_alive(kind):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp") as pool:
+        checkpoint = pool.checkpoint()
+        step = on_each(mesh, lambda x: kind.call(x, pool))
+        step(parts)
+        with pytest.raises(comm.RollbackRefusedError, match="held by executables that are alive"):
+            pool.rollback(checkpoint)
+        assert_same_bits(step(parts), kind.expected(parts, 2))
+        drop(pool, step)
+        pool.rollback(checkpoint)
+        assert not pool.records()
+
+
+@every_kind
+def test_a_checkpoint_belongs_to_its_pool(kind):
+    mesh = mesh_of(2)
+    with kind.pool(mesh, "tp") as one, kind.pool(mesh, "tp") as other:
+        assert one.name != other.name
+        with pytest.raises(ValueError, match=f"is of pool '{one.name}', not of '{other.name}'"):
+            other.rollback(one.checkpoint())
+
+
+@every_kind
+def test_a_closed_pool_refuses_its_programs_by_name_and_a_second_close_does_nothing(kind):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp", name="closing") as pool:
+        step = on_each(mesh, lambda x: kind.call(x, pool))
+        out = step(parts)  # dispatched; close waits for it
+    assert_same_bits(out, kind.expected(parts, 2))
+    assert pool.closed
+    pool.close()
+    with pytest.raises(Exception, match="pool 'closing' was closed"):
+        jax.block_until_ready(step(parts))
+    with pytest.raises(comm.ChannelError, match="pool 'closing' is closed"):
+        pool.checkpoint()
+    # The name is free again.
+    with kind.pool(mesh, "tp", name="closing") as pool:
+        step = on_each(mesh, lambda x: kind.call(x, pool))
+        assert_same_bits(step(parts), kind.expected(parts, 2))
+
+
+@every_kind
+def test_an_abandoned_channel_is_quarantined_and_not_freed_alone(kind):
+    mesh = mesh_of(2)
+    with kind.pool(mesh, "tp") as pool:
+        step = on_each(mesh, lambda x: kind.call(x, pool))
+        step(random_parts(0, mesh, (64,), jnp.float32))
+        bytes_held = pool.bytes
+        drop(pool, step)
+        del step
+        assert [record.state for record in pool.records()] == ["quarantined"]
+        assert pool.bytes == bytes_held
+
+
+@every_kind
+def test_describe_shows_owner_call_site_lane_bytes_and_state(kind):
+    mesh = mesh_of(2)
+    with kind.pool(mesh, "tp") as pool:
+
+        def decode_step(x):
+            return kind.call(x, pool)
+
+        step = jax.jit(
+            jax.shard_map(
+                decode_step,
+                mesh=mesh,
+                in_specs=jax.P("tp"),
+                out_specs=jax.P("tp"),
+                check_vma=False,
+            )
+        )
+        step(jnp.ones((2, 1000)))
+        shown = io.StringIO()
+        pool.describe(shown)
+    text = shown.getvalue()
+    for word in ("jit_decode_step", "default", "4,000", f"{channel_bytes(4000, 2):,}", "leased"):
+        assert word in text, text
+
+
+MESSAGES = [tokens * 6144 * 2 for tokens in (1, 2, 4, 8, 16, 32, 64, 128)]
+CALL_SITES = 121
+LIMIT = 256 * 2**20
+
+
+def test_a_large_model_fits_in_256_mb_a_rank():
+    programs = [[size] * CALL_SITES for size in MESSAGES]
+    needs = {mode: comm.required_bytes(programs, 8, mode) for mode in ISOLATIONS}
+    assert max(needs["executable"], needs["lane"]) <= LIMIT < needs["call_site"]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_large_model_is_compiled_within_its_limit_or_told_what_would_fit(isolation):
+    """121 call sites of hidden 6144, 1 to 128 tokens in eight executables, 8 ranks."""
+    mesh = mesh_of(8)
+    with comm.ChannelPool(
+        mesh, "tp", isolation=isolation, max_bytes=LIMIT, cutoff="2MB", timeout=120
+    ) as pool:
+
+        def body(x):
+            with pool.ordered():
+                for _ in range(CALL_SITES):
+                    x = comm.all_reduce(x, pool) / 8
+            return x
+
+        steps = []
+
+        def compile_all():
+            for tokens in (1, 2, 4, 8, 16, 32, 64, 128):
+                message = jnp.ones((8, tokens, 6144), jnp.bfloat16)
+                steps.append(on_each(mesh, body).lower(message).compile())
+
+        if isolation == "call_site":
+            with pytest.raises(Exception, match="isolation='executable' would fit"):
+                compile_all()
+        else:
+            compile_all()
+            same = jnp.ones((8, 1, 6144), jnp.bfloat16)
+            assert_same_bits(steps[0](same), same)
+        assert 0 < pool.bytes <= LIMIT
+
+
+@pytest.mark.parametrize("message", [1, 15, 16, 17, 4096, 100_000])
+@pytest.mark.parametrize("world_size", [2, 3, 16])
+def test_python_and_the_runtime_agree_on_bytes(message, world_size):
+    assert channel_bytes(message, world_size) == _native.host().channel_bytes(message, world_size)
+
+
+def test_lanes_have_channels_in_powers_of_two():
+    assert [lane_message_bytes(size) for size in (1, 4096, 4097, 8192)] == [4096, 4096, 8192, 8192]
+
+
+def test_the_environment_sets_what_the_maker_of_a_pool_leaves_open(monkeypatch):
+    mesh = mesh_of(2)
+    monkeypatch.setenv("B12X_ONESHOT_MAX_SIZE", "3KB")
+    monkeypatch.setenv("B12X_ONESHOT_SINGLE_CHANNEL", "1")
+    monkeypatch.setenv("B12X_ONESHOT_TIMEOUT_MS", "1500")
+    with comm.ChannelPool(mesh, "tp") as pool:
+        assert (pool.cutoff, pool.isolation, pool.timeout) == (3072, "lane", 1.5)
+    with comm.ChannelPool(mesh, "tp", cutoff=7, isolation="call_site", timeout=2) as pool:
+        assert (pool.cutoff, pool.isolation, pool.timeout) == (7, "call_site", 2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("B12X_ONESHOT_MAX_SIZE", "512 potatoes"),
+        ("B12X_ONESHOT_MAX_SIZE", "-1"),
+        ("B12X_ONESHOT_MAX_SIZE", "KB"),
+        ("B12X_ONESHOT_SINGLE_CHANNEL", "yes"),
+        ("B12X_ONESHOT_TIMEOUT_MS", "0"),
+        ("B12X_ONESHOT_TIMEOUT_MS", "1.5"),
+    ],
+)
+def test_the_environment_is_refused_with_the_allowed_forms(monkeypatch, variable, text):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(config.ConfigError, match=f"{variable}='{text}' is not understood; allowed"):
+        comm.ChannelPool(mesh_of(2), "tp")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"axis": "ep"}, "axis must name axes of the mesh"),
+        ({"isolation": "stream"}, "isolation must be one of call_site, executable, lane"),
+        ({"timeout": 0}, "timeout must be between"),
+        ({"max_bytes": 0}, "max_bytes must be positive"),
+        ({"cutoff": "lots"}, "cutoff='lots' is not understood"),
+        ({"cutoff": -1}, "cutoff must be 0 or more"),
+        ({"transport": "smoke"}, "transport must be one of peer, ipc, host, xla"),
+    ],
+)
+def test_arguments_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        comm.ChannelPool(mesh_of(2), **{"axis": "tp", **arguments})
+
+
+@pytest.mark.parametrize("transport", ["peer", "ipc"])
+def test_a_transport_that_is_forced_never_falls_back(transport):
+    with pytest.raises(
+        comm.TransportError, match=f"transport='{transport}' cannot serve this mesh"
+    ):
+        comm.ChannelPool(mesh_of(2), "tp", transport=transport)
+
+
+def test_xla_can_be_chosen_and_gives_the_sum():
+    mesh = mesh_of(2)
+    with comm.ChannelPool(mesh, "tp", transport="xla", isolation="executable") as pool:
+
+        def body(x):
+            with pool.ordered():
+                return comm.all_reduce(x, pool)
+
+        step = on_each(mesh, body)
+        np.testing.assert_array_equal(step(jnp.ones((2, 8))), np.full((2, 8), 2.0))
+        assert not pool.records()
+        pool.rollback(pool.checkpoint())
