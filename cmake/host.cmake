@@ -3,16 +3,12 @@
 add_library(b12x_host STATIC ${B12X_HOST_SOURCES})
 target_include_directories(b12x_host PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
 target_link_libraries(b12x_host PRIVATE b12x_warnings)
-# A product and a sum stay two roundings unless the code says otherwise: every instruction set has to
-# give the same bits.
-target_compile_options(b12x_host PRIVATE -ffp-contract=off)
+target_compile_options(b12x_host PRIVATE ${B12X_HOST_FLAGS})
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_sources(b12x_host PRIVATE ${B12X_HOST_AVX2_SOURCES} ${B12X_HOST_AVX512_SOURCES})
   set_source_files_properties(${B12X_HOST_AVX2_SOURCES} PROPERTIES
-    COMPILE_OPTIONS "-mavx2;-mfma")
-  # GCC 12's own AVX-512 headers are what its -Wmaybe-uninitialized complains of.
+    COMPILE_OPTIONS "${B12X_HOST_AVX2_FLAGS}")
   set_source_files_properties(${B12X_HOST_AVX512_SOURCES} PROPERTIES
-    COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl;-mavx2;-mfma;\
--mprefer-vector-width=512;$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>")
+    COMPILE_OPTIONS "${B12X_HOST_AVX512_FLAGS}")
 endif()

@@ -10,11 +10,19 @@ set(B12X_HOST_SOURCES
     ffi/host/rows.cc
     ffi/host/scratch.cc
     ffi/host/tables.cc)
+# A product and a sum stay two roundings unless the code says otherwise: every instruction set has to
+# give the same bits.
+set(B12X_HOST_FLAGS -ffp-contract=off)
 # The same kernels for wider x86-64 processors; each is compiled with its own flags.
 set(B12X_HOST_AVX2_SOURCES
     ffi/host/kernels_avx2.cc)
+set(B12X_HOST_AVX2_FLAGS -mavx2 -mfma)
 set(B12X_HOST_AVX512_SOURCES
     ffi/host/kernels_avx512.cc)
+# GCC 12's own AVX-512 headers are what its -Wmaybe-uninitialized complains of; clang has no such.
+set(B12X_HOST_AVX512_FLAGS
+    -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512
+    -Wno-unknown-warning-option -Wno-maybe-uninitialized)
 # Pools, channels and leases, which both modules have: no XLA types, no CUDA.
 set(B12X_RUNTIME_SOURCES
     ffi/runtime/alarm.cc
