@@ -39,7 +39,8 @@ def moe(
     a, a_scale = _input(x, weights.w13_input_scale, contract)
 
     def add_expert(total: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
-        one = jax.tree.map(lambda leaf: leaf[expert] if leaf.ndim else leaf, weights)
+        # Left alone: a scale of the layer, and a bias that is not there.
+        one = jax.tree.map(lambda leaf: leaf[expert] if leaf.ndim and leaf.size else leaf, weights)
         y = _expert(a, a_scale, one, contract, activation, x.dtype)
         # A route that is not taken may have any weight, NaN too, and its y may be NaN.
         for k in range(topk_ids.shape[1]):
