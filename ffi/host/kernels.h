@@ -13,6 +13,8 @@ namespace b12x::host {
 
 inline constexpr int kLanes = 16;
 
+#define B12X_UNROLL _Pragma("GCC unroll 16")
+
 // Activations in fp32: groups of 32 columns, the 16 even columns before the 16 odd ones, as a
 // byte of weights has an even column in its low nibble and an odd one in its high nibble. The last
 // group is filled up with zeros.

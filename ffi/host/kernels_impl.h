@@ -7,8 +7,6 @@
 namespace b12x::host::B12X_ISA {
 namespace {
 
-#define B12X_UNROLL _Pragma("GCC unroll 16")
-
 constexpr int kCodesPerGroup = kWideColumns / 2;
 constexpr int kScaleChunk = 8;  // groups whose scales are looked up at a time
 
