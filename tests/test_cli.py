@@ -9,6 +9,7 @@ import pytest
 
 import jax_b12x
 from jax_b12x import cli
+from jax_b12x.bench.measurement import Report
 
 LAYER = ("--hidden", "2048", "--intermediate", "768", "--experts", "128", "--top-k", "8")
 
@@ -78,6 +79,42 @@ def test_plan_explains_each_number_of_tokens(capsys):
 )
 def test_plan_names_the_argument_that_is_wrong(arguments, message, capsys):
     assert run("plan", *LAYER, *arguments) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+SMALL_BENCH = ("bench", "moe", "--shapes", "64x32", "--experts", "4", "--top-k", "2")
+
+
+def test_bench_moe_times_every_path_on_every_case(capsys, tmp_path):
+    path = tmp_path / "moe.json"
+    assert run(*SMALL_BENCH, "--tokens", "1,2", "--seconds", "0.01", "--json", str(path)) == 0
+    out = capsys.readouterr().out
+    report = Report.from_json(path.read_text())
+    rows = list(report.rows())
+    assert [(case["recipe"], case["num_tokens"]) for case, _ in rows] == [
+        (recipe, tokens) for recipe in ("w4a16", "nvfp4") for tokens in (1, 2)
+    ]
+    for case, row in rows:
+        assert {"fused", "split", "dynamic", "oracle"} <= set(row)
+        assert ("gather" in row) == (case["recipe"] == "w4a16")
+        assert all(measurement.seconds > 0 for measurement in row.values())
+    assert report.environment.versions["jax_b12x"] == jax_b12x.__version__
+    assert "64x32" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--top-k", "5"), "--top-k is 5; it must be at most --experts (4)"),
+        (("--shapes", "64"), "'64' must be hidden x intermediate"),
+        (("--shapes", "64x24"), "intermediate is 24; it must be a positive multiple of 16"),
+        (("--paths", "fused,warp"), "'warp' must be one of fused, split, dynamic, oracle, gather"),
+        (("--json", "no/such/folder/a.json"), "--json is no/such/folder/a.json; its folder"),
+    ],
+)
+def test_bench_names_the_argument_that_is_wrong(arguments, message, capsys):
+    assert run(*SMALL_BENCH, *arguments) == cli.USAGE
     assert message in capsys.readouterr().err
 
 

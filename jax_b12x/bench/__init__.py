@@ -41,7 +41,9 @@ class Benchmark(Protocol):
 
 
 # Name on the command line: the module, imported only when it is called for, and a line of help.
-BENCHMARKS: dict[str, tuple[str, str]] = {}
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "moe": ("jax_b12x.bench.moe", "one mixture-of-experts layer against what JAX has"),
+}
 
 
 def load(name: str) -> Benchmark:
