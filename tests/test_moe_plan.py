@@ -154,5 +154,12 @@ def test_explain_says_what_was_chosen_and_why():
     assert "decode in one launch" in text
 
 
+def test_cpu_plan_says_which_instruction_set_is_forced(monkeypatch):
+    assert "instructions    auto" in make().explain()
+    monkeypatch.setenv("B12X_HOST_ISA", "baseline")
+    assert "instructions    baseline" in make().explain()
+    assert make() != dataclasses.replace(make(), host_isa="auto")
+
+
 def test_dynamic_scratch_stops_growing_with_the_number_of_tokens():
     assert make(num_tokens=1 << 20).scratch_bytes == make(num_tokens=1 << 14).scratch_bytes

@@ -163,6 +163,11 @@ def _run(
             activation=plan.activation,
         )
     _native.ensure_registered()
+    if plan.platform == "cuda" and jax.default_backend() != "cpu" and _native.cuda() is None:
+        raise _native.NativeError(
+            f"{plan.implementation!r} on {plan.device} needs the CUDA half of jax_b12x, which is "
+            "not built: put nvcc on PATH and install again, or plan with implementation='reference'"
+        )
     operands = (x, topk_ids, topk_weights, *_arrays(weights))
     results = (
         jax.typeof(x),

@@ -81,6 +81,7 @@ class MoePlan:
             f"  weight layout   {self.weight_layout}",
             f"  scratch         {self.scratch_bytes:,} bytes",
             f"  geometry        {parameters or 'none'}",
+            *([f"  instructions    {self.host_isa}"] if self.platform == "cpu" else []),
             "  because",
         ]
         return "\n".join([*lines, *(f"    - {reason}" for reason in self.reasons)])
