@@ -20,7 +20,7 @@ def test_the_python_of_readme_and_docs_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0).standard_normal
     experts = moe.ExpertWeights.quantize(
-        *(draw(shape, np.float32) for shape in ((64, 512, 1024), (64, 512, 1024), (64, 1024, 512)))
+        *(draw(shape, np.float32) for shape in ((16, 512, 1024), (16, 512, 1024), (16, 1024, 512)))
     )
     prefix = "model.layers.0.mlp.experts"
     moe.save_experts("path/to/model", {prefix: experts})
