@@ -1,0 +1,1 @@
+"""Programs that use jax_b12x as its users would."""

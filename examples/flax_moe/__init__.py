@@ -1,0 +1,1 @@
+"""A byte-level mixture-of-experts model on Flax NNX: train, quantize, evaluate, generate."""
