@@ -1,5 +1,6 @@
 """The host extension: CPU kernels as XLA FFI handlers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 XLA_FFI_API_VERSION: tuple[int, int]
@@ -9,3 +10,51 @@ def ffi_registry() -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]
 
 def host_isas() -> list[str]:
     """Returns the instruction sets that were built and that this processor has, narrowest first."""
+
+class ChannelError(RuntimeError):
+    """A channel cannot be had: too many bytes, or its pool is closed."""
+
+class NativePool:
+    """The registry of one pool's channels; ``jax_b12x.comm.ChannelPool`` is its face."""
+
+    def bytes(self) -> int:
+        """Returns the bytes that the channels take on a rank."""
+
+    def next_id(self) -> int:
+        """Returns the number that the next channel gets."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns what is known of each channel; ``ChannelRecord.of`` reads it."""
+
+    def retire(self, first: int, reason: str, forever: bool, require_idle: bool) -> None:
+        """Refuses further leases of the channels from ``first`` on."""
+
+    def quiesce(self, channel: int, rank: int) -> None:
+        """Waits until nothing runs on a rank's side of a channel."""
+
+    def close_imports(self, channel: int, rank: int) -> None:
+        """Unmaps what a rank mapped of its peers."""
+
+    def free_exports(self, channel: int, rank: int) -> None:
+        """Frees what a rank let its peers map."""
+
+    def forget(self, channel: int) -> None:
+        """Drops the record of a channel whose teardown is over."""
+
+    def unregister(self) -> None:
+        """Frees the pool's name."""
+
+def channel_bytes(message_bytes: int, world_size: int) -> int:
+    """Returns the bytes that a channel for messages of this size takes on a rank."""
+
+def open_pool(
+    name: str,
+    axis: str,
+    isolation: str,
+    world_size: int,
+    num_groups: int,
+    places: Sequence[tuple[int, int, int]],
+    timeout_ms: int,
+    max_bytes: int,
+) -> NativePool:
+    """Makes and registers a pool."""

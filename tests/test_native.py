@@ -1,8 +1,12 @@
 """The extension: how it is loaded and registered."""
 
+import ast
+import pathlib
+
 import jax
 import jaxlib
 
+import jax_b12x
 from jax_b12x import _native
 
 
@@ -23,3 +27,22 @@ def test_registration_may_be_asked_for_again():
     _native.ensure_registered()
     _native.ensure_registered()
     assert jax.devices()
+
+
+def test_the_stub_names_what_is_in_the_extension_and_nothing_else():
+    stub = ast.parse((pathlib.Path(jax_b12x.__file__).parent / "_b12x.pyi").read_text())
+    extension = _native.host()
+    assert names_in(stub.body) == public(extension)
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            assert names_in(node.body) == public(getattr(extension, node.name)), node.name
+
+
+def names_in(body):
+    definitions = ast.FunctionDef | ast.ClassDef
+    functions = {node.name for node in body if isinstance(node, definitions)}
+    return functions | {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+
+
+def public(owner):
+    return {name for name in dir(owner) if not name.startswith("_")}
