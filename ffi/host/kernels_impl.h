@@ -10,6 +10,10 @@ namespace {
 constexpr int kCodesPerGroup = kWideColumns / 2;
 constexpr int kScaleChunk = 8;  // groups whose scales are looked up at a time
 
+// Asks for a line of the rows that come next. Rows are too short for the hardware to see that they
+// follow each other while several are read at once. The address may lie behind the matrix.
+inline void Prefetch(const void* address) { __builtin_prefetch(address); }
+
 enum class Format { kNvfp4, kMxfp4 };
 
 // The scales of `num_groups` groups from `group` on, two for each group.
@@ -70,9 +74,11 @@ void DotInRegisters(const PackedRows& w, int64_t row, const float* const* a, flo
     for (int r = 0; r < R; ++r) {
       LookUpScales<format>(scales + r * shape.scale_stride, shape.scale_stride, begin, size,
                            values[r]);
+      Prefetch(scales + (R + r) * shape.scale_stride + 2 * begin);
     }
     for (int g = 0; g < size; ++g) {
       const int64_t group = begin + g;
+      Prefetch(codes + R * shape.code_stride + group * R * kCodesPerGroup);
       B12X_UNROLL for (int r = 0; r < R; ++r) {
         F16 even, odd;
         DecodeGroup(shape.Codes(codes + r * shape.code_stride, group, tail), &even, &odd);
@@ -151,6 +157,7 @@ void DotByTiles(const PackedRows& w, int num_rows, const float* const* a, int co
         LookUpScales<format>(w.scales + (row + r) * shape.scale_stride, shape.scale_stride, begin,
                              size, values);
         for (int g = 0; g < size; ++g) {
+          Prefetch(codes + kRowStep * shape.code_stride + (begin + g) * kCodesPerGroup);
           F16 even, odd;
           DecodeGroup(shape.Codes(codes, begin + g, tail), &even, &odd);
           const F16 scale = Halves(values + 2 * g);
@@ -219,6 +226,8 @@ void DotFp4InRegisters(const PackedRows& w, int64_t row, const Fp4Group* const* 
     B12X_UNROLL for (int r = 0; r < R; ++r) {
       const uint8_t* codes = w.codes + (row + r) * code_stride + g * kFp4CodeBytes;
       const uint8_t* scales = w.scales + (row + r) * scale_stride + g * kFp4Scales;
+      Prefetch(codes + R * code_stride);
+      Prefetch(scales + R * scale_stride);
       float values[kFp4Scales];
       uint8_t tail[kFp4CodeBytes];
       if (g < full_groups) {
