@@ -27,6 +27,7 @@ VENV_STAMP := $(STAMPS)/venv
 DEPS_STAMP := $(STAMPS)/deps$(addprefix -jax-,$(JAX))
 LINT_STAMP := $(STAMPS)/lint
 PACKAGE_STAMP := $(STAMPS)/package
+DOCS_STAMP := $(STAMPS)/docs
 BUILD_STAMP := $(STAMPS)/build
 
 # What the extension is compiled from. Python files are not here: the install is editable.
@@ -51,7 +52,7 @@ endif
 unexport PYTHONHOME PYTHONPATH
 export PIP_USER := 0
 
-.PHONY: help demo test lint format build wheel bazel-test clean distclean
+.PHONY: help demo test lint format build wheel bazel-test docs clean distclean
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -62,6 +63,7 @@ help:
 	@echo "make format     let ruff and clang-format rewrite the sources"
 	@echo "make build      set up and build the extension only"
 	@echo "make wheel      build a manylinux wheel in dist/ and try it in an empty environment"
+	@echo "make docs       build the documentation site in build/docs; a warning is an error"
 	@echo "make bazel-test build and test with Bazel (BAZEL_TARGETS=//:tests/test_native for a part)"
 	@echo "make clean      remove what was built; distclean removes the environment as well"
 
@@ -101,6 +103,11 @@ wheel: $(PACKAGE_STAMP)
 	@$(STEP) check-wheel "Trying it in an empty environment" \
 	  sh tools/check_wheel.sh dist/*.whl "$(abspath $(VENV_PYTHON))"
 	@ls -l dist
+
+docs: $(DEPS_STAMP) $(DOCS_STAMP)
+	@$(STEP) docs "Building the documentation (sphinx)" \
+	  "$(VENV_PYTHON)" -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
+	@echo "It begins at build/docs/index.html"
 
 # Bazel takes jaxlib's headers, nanobind and what the tests import from the environment, and nothing
 # from a network; the extension is its own, not the one of `make build`.
@@ -143,6 +150,11 @@ $(LINT_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 $(PACKAGE_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 	@"$(VENV_PYTHON)" tools/requirements.py package > "$(STAMPS)/requirements-package.txt"
 	@$(STEP) package-deps "Installing auditwheel" $(PIP) install -r "$(STAMPS)/requirements-package.txt"
+	@touch "$@"
+
+$(DOCS_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
+	@"$(VENV_PYTHON)" tools/requirements.py docs > "$(STAMPS)/requirements-docs.txt"
+	@$(STEP) docs-deps "Installing sphinx" $(PIP) install -r "$(STAMPS)/requirements-docs.txt"
 	@touch "$@"
 
 $(BUILD_STAMP): $(BUILD_INPUTS) $(DEPS_STAMP)
