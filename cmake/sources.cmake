@@ -34,6 +34,7 @@ set(B12X_MODULE_SOURCES
     ffi/module.cc
     ffi/bindings/pool.cc
     ffi/handlers/channel_call.cc
+    ffi/handlers/channel_call_cpu.cc
     ffi/handlers/comm_cpu.cc
     ffi/handlers/moe_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.

@@ -1,12 +1,8 @@
-// The collectives on the `cpu` platform: decodes operands, finds the channel and hands the buffers
-// to the meeting place. The result is a future, so that no thread waits for another rank.
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <string>
+// The all-reduces on the `cpu` platform: decodes operands, finds the channel and hands the buffers
+// to the meeting place.
 #include <utility>
 
-#include "ffi/handlers/channel_call.h"
+#include "ffi/handlers/channel_call_cpu.h"
 #include "ffi/handlers/families.h"
 #include "ffi/host/all_reduce.h"
 #include "ffi/runtime/meeting.h"
@@ -17,32 +13,6 @@ namespace {
 
 namespace xffi = xla::ffi;
 
-struct Token {
-  int64_t channel;
-  int64_t reserved;
-};
-static_assert(sizeof(Token) == kTokenWords * sizeof(uint32_t));
-
-xffi::Future Failed(xffi::Error error) {
-  xffi::Promise promise;
-  xffi::Future future(promise);
-  promise.SetError(std::move(error));
-  return future;
-}
-
-xffi::ErrorOr<host::FloatType> FloatTypeOf(xffi::DataType type) {
-  switch (type) {
-    case xffi::F32:
-      return host::FloatType::kF32;
-    case xffi::F16:
-      return host::FloatType::kF16;
-    case xffi::BF16:
-      return host::FloatType::kBF16;
-    default:
-      return xffi::Unexpected(xffi::Error::InvalidArgument("the message must be f32, f16 or bf16"));
-  }
-}
-
 // Opens an ordered program: the token names the channel that the program holds.
 xffi::Error OpenOrder(ChannelCall* call, xffi::Result<xffi::AnyBuffer> token) {
   if (xffi::Error error = CheckToken(*token); error.failure()) return error;
@@ -50,52 +20,8 @@ xffi::Error OpenOrder(ChannelCall* call, xffi::Result<xffi::AnyBuffer> token) {
   if (channel.refused()) {
     return xffi::Error(xffi::ErrorCode::kFailedPrecondition, channel.refusal());
   }
-  const Token content{channel.id(), 0};
-  std::memcpy(token->untyped_data(), &content, sizeof(content));
+  WriteToken(channel, token->untyped_data());
   return xffi::Error::Success();
-}
-
-// The channel of a call: its own, or the one that the token names. A token is passed on.
-std::shared_ptr<runtime::Channel> FindChannel(const ChannelCall& call,
-                                              const xffi::RemainingArgs& args,
-                                              const xffi::RemainingRets& rets, size_t num_args,
-                                              size_t num_rets) {
-  if (call.lease.has_value()) return call.lease->shared_channel();
-  const auto token = args.get<xffi::AnyBuffer>(num_args);
-  auto passed_on = rets.get<xffi::AnyBuffer>(num_rets);
-  if (!token || !passed_on || CheckToken(*token).failure() || CheckToken(**passed_on).failure()) {
-    throw runtime::ChannelError("an ordered call needs its order token");
-  }
-  Token content;
-  std::memcpy(&content, token->untyped_data(), sizeof(content));
-  if ((*passed_on)->untyped_data() != token->untyped_data()) {
-    std::memcpy((*passed_on)->untyped_data(), &content, sizeof(content));
-  }
-  std::shared_ptr<runtime::Channel> channel = call.pool->Find(content.channel);
-  if (channel == nullptr) {
-    throw runtime::ChannelError("pool '" + call.pool->options().name + "': channel " +
-                                std::to_string(content.channel) + " is gone");
-  }
-  return channel;
-}
-
-// Meets the other ranks on the channel.
-xffi::Future Meet(const ChannelCall& call, const std::shared_ptr<runtime::Channel>& channel,
-                  int32_t device, xffi::RunId run, runtime::Arrival arrival,
-                  const runtime::Combine& combine) {
-  xffi::Promise promise;
-  xffi::Future future(promise);
-  arrival.done = [promise](const std::string& error) mutable {
-    if (error.empty()) {
-      promise.SetAvailable();
-    } else {
-      promise.SetError(xffi::Error(xffi::ErrorCode::kDeadlineExceeded, error));
-    }
-  };
-  const runtime::Place& place = call.pool->PlaceOf(device);
-  static_cast<runtime::MeetingPlace&>(channel->memory())
-      .Arrive(channel, place.group, run.run_id, place.rank, std::move(arrival), combine);
-  return future;
 }
 
 xffi::Future AllReduce(ChannelCall* call, xffi::RunId run, int32_t device, xffi::RemainingArgs args,

@@ -261,7 +261,7 @@ std::shared_ptr<Pool> PoolRegistry::Find(const std::string& name) const {
       "', which is not open in this process (open: " + (open.empty() ? "none" : open) +
       "); open it before the program is loaded or compiled: "
       "jax_b12x.comm.ChannelPool(mesh, axis, name='" +
-      name + "')");
+      name + "'), or a DcpPool for dcp_ calls");
 }
 
 void PoolRegistry::Remove(const std::string& name) {

@@ -3,7 +3,7 @@
 from jax_b12x.comm.all_reduce import all_reduce, all_reduce_rms_norm
 from jax_b12x.comm.lease import ChannelRecord, Checkpoint
 from jax_b12x.comm.memory import channel_bytes, required_bytes
-from jax_b12x.comm.pool import ChannelError, ChannelPool, RollbackRefusedError
+from jax_b12x.comm.pool import ChannelError, ChannelPool, DcpPool, Pool, RollbackRefusedError
 from jax_b12x.comm.teardown import TeardownError, TeardownRefusedError
 from jax_b12x.comm.transport import TransportError
 
@@ -12,6 +12,8 @@ __all__ = [
     "ChannelPool",
     "ChannelRecord",
     "Checkpoint",
+    "DcpPool",
+    "Pool",
     "RollbackRefusedError",
     "TeardownError",
     "TeardownRefusedError",

@@ -12,11 +12,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_b12x import lanes
+from jax_b12x.comm import call, primitives
 from jax_b12x.comm import order as order_lib
-from jax_b12x.comm import primitives
 from jax_b12x.comm.pool import ChannelPool
 
 DTYPES = ("bfloat16", "float16", "float32")
+_TRAIN_WITH = "all_reduce, a residual add and a norm"
 
 
 def all_reduce(x: ArrayLike, pool: ChannelPool) -> jax.Array:
@@ -42,11 +43,12 @@ def all_reduce(x: ArrayLike, pool: ChannelPool) -> jax.Array:
     """
     x = jnp.asarray(x)
     _check_dtype("x", x)
-    _check_axes("all_reduce", pool)
-    if not _takes_channel(x, pool):
+    call.check_pool("all_reduce", pool, ChannelPool)
+    call.check_axes("all_reduce", pool)
+    if not call.takes_channel(primitives.message_bytes(jax.typeof(x)), pool):
         return _psum(x, pool)
-    x = _vary(x, pool)
-    order = _order_of("all_reduce", pool)
+    x = call.vary(x, pool)
+    order = call.order_of("all_reduce", pool)
     static = _Static(pool, lanes.current(), None if order is None else order.largest)
     if order is None:
         return _all_reduce(static, x)  # type: ignore[no-any-return]
@@ -91,23 +93,28 @@ def all_reduce_rms_norm(
         raise ValueError(f"residual must have the shape of x, {x.shape}, not {residual.shape}")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}")
-    _check_axes("all_reduce_rms_norm", pool)
-    if not _takes_channel(x, pool):
+    call.check_pool("all_reduce_rms_norm", pool, ChannelPool)
+    call.check_axes("all_reduce_rms_norm", pool)
+    if not call.takes_channel(primitives.message_bytes(jax.typeof(x)), pool):
         wide = x.astype(jnp.float32)
         plain = functools.partial(_rms_norm, eps=eps)
-        normed, new_residual = _inference_only(plain, _psum(wide, pool), residual, weight)
+        normed, new_residual = call.inference_only(
+            "all_reduce_rms_norm", _TRAIN_WITH, plain, _psum(wide, pool), residual, weight
+        )
         return normed, new_residual
-    x = _vary(x, pool)
-    order = _order_of("all_reduce_rms_norm", pool)
+    x = call.vary(x, pool)
+    order = call.order_of("all_reduce_rms_norm", pool)
     token = () if order is None else (order.take(),)
-    call = functools.partial(
+    bind = functools.partial(
         primitives.all_reduce_rms_norm_p.bind,
         pool=pool,
         lane=lanes.current(),
         largest=None if order is None else order.largest,
         eps=np.float32(eps),
     )
-    normed, new_residual, *token = _inference_only(call, x, residual, weight, *token)
+    normed, new_residual, *token = call.inference_only(
+        "all_reduce_rms_norm", _TRAIN_WITH, bind, x, residual, weight, *token
+    )
     if order is not None:
         order.give_back(*token)
     return normed, new_residual
@@ -146,21 +153,6 @@ def _all_reduce_in_order_jvp(static: _Static, primals: Any, tangents: Any) -> An
     )
 
 
-def _inference_only(call: Any, *args: Any) -> Any:
-    @jax.custom_jvp
-    def op(*args: Any) -> Any:
-        return call(*args)
-
-    @op.defjvp
-    def op_jvp(primals: Any, tangents: Any) -> Any:
-        raise TypeError(
-            "all_reduce_rms_norm is inference-only and cannot be differentiated; train with "
-            "all_reduce, a residual add and a norm"
-        )
-
-    return op(*args)
-
-
 def _rms_norm(summed: Any, residual: Any, weight: Any, *, eps: float) -> Any:
     new_residual = (summed + residual.astype(jnp.float32)).astype(residual.dtype)
     wide = new_residual.astype(jnp.float32)
@@ -174,50 +166,6 @@ def _check_dtype(name: str, array: jax.Array) -> None:
         raise TypeError(
             f"{name} must be {', '.join(DTYPES)}, not {array.dtype}; lax.psum sums other dtypes"
         )
-
-
-def _check_axes(op: str, pool: ChannelPool) -> None:
-    pool.require_open()
-    mesh = jax.sharding.get_abstract_mesh()
-    own = pool.topology.mesh
-    if dict(mesh.shape) != dict(own.shape) or not set(pool.topology.axes) <= set(mesh.manual_axes):
-        raise ValueError(
-            f"{op} must be inside a shard_map over the pool's mesh {dict(own.shape)} with the axes "
-            f"{pool.topology.axes} manual; here the mesh is {dict(mesh.shape)} with the manual "
-            f"axes "
-            f"{tuple(mesh.manual_axes)}"
-        )
-    automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes]
-    if any(mesh.shape[name] > 1 for name in automatic):
-        raise ValueError(f"{op} needs every axis of the mesh manual; {automatic} are not")
-
-
-def _takes_channel(x: jax.Array, pool: ChannelPool) -> bool:
-    if pool.transport == "xla" or pool.world_size == 1 or x.size == 0:
-        return False
-    return bool(x.size * x.dtype.itemsize <= pool.cutoff)
-
-
-def _order_of(op: str, pool: ChannelPool) -> order_lib.Order | None:
-    if not pool.shares_channels:
-        return None
-    order = order_lib.current(pool)
-    if order is None:
-        raise ValueError(
-            f"pool {pool.name!r} has isolation={pool.isolation!r}, where call sites share a "
-            f"channel "
-            f"in an order that the program enforces: put the body of shard_map, with this {op}, "
-            "inside `with pool.ordered():`"
-        )
-    return order
-
-
-def _vary(x: jax.Array, pool: ChannelPool) -> jax.Array:
-    """Marks ``x`` as differing along the pool's axes, as ``lax.psum`` does."""
-    aval = jax.typeof(x)
-    known = primitives.varying(aval)
-    missing = tuple(axis for axis in pool.topology.axes if axis not in known)
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _psum(x: jax.Array, pool: ChannelPool) -> jax.Array:

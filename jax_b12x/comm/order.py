@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 if TYPE_CHECKING:
-    from jax_b12x.comm.pool import ChannelPool
+    from jax_b12x.comm.pool import Pool
 
 TOKEN_WORDS = 4
 
@@ -36,7 +36,7 @@ class Largest:
 class Order:
     """The order of one program's calls on one pool, while the program is traced."""
 
-    def __init__(self, pool: ChannelPool, token: Any, largest: Largest):
+    def __init__(self, pool: Pool, token: Any, largest: Largest):
         self.pool = pool
         self.largest = largest
         self._token: Any = jax.new_ref(token)
@@ -58,7 +58,7 @@ class Order:
 _orders = jax.make_user_context(())
 
 
-def current(pool: ChannelPool) -> Order | None:
+def current(pool: Pool) -> Order | None:
     """Returns the order in force for ``pool``, if there is one."""
     for order in reversed(_orders.value):
         if order.pool is pool:
@@ -67,7 +67,7 @@ def current(pool: ChannelPool) -> Order | None:
 
 
 @contextlib.contextmanager
-def ordered(pool: ChannelPool, token: Any, largest: Largest) -> Iterator[None]:
+def ordered(pool: Pool, token: Any, largest: Largest) -> Iterator[None]:
     """Puts the calls that are traced inside into one order, beginning with ``token``."""
     order = Order(pool, token, largest)
     try:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, ClassVar, Literal, Self, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -35,19 +35,13 @@ class RollbackRefusedError(ChannelError):
     """An executable that holds a channel taken since the checkpoint is alive."""
 
 
-class ChannelPool:
-    """The channels of one mesh axis.
+class Pool:
+    """The channels of one mesh axis, whatever they carry; users make a pool of a kind.
 
     Each compiled executable that communicates over the axis leases channels from the pool when it
     is made, and its leases end when it is dropped. A channel is never shared by two executables
-    (unless ``isolation="lane"`` allows it), so that programs may run around each other freely.
-
-    A pool is a context manager; leaving the context closes it::
-
-        with comm.ChannelPool(mesh, "tp") as pool:
-            step = jax.jit(jax.shard_map(
-                lambda x, w: comm.all_reduce(x @ w, pool), mesh=mesh,
-                in_specs=(P(None, "tp"), P("tp")), out_specs=P()))
+    (unless ``isolation="lane"`` allows it), so that programs may run around each other freely. A
+    pool is a context manager; leaving the context closes it.
 
     A compiled program knows its pool by name, so that it may be exported or come from the
     persistent compilation cache: open a pool of the same name before such a program is loaded.
@@ -58,9 +52,9 @@ class ChannelPool:
         by side.
       name: what programs call it; by default made of the axis and its size. Names of open pools are
         unique in a process.
-      cutoff: the largest message, in bytes a rank, that takes a channel; larger ones take XLA's
-        collective. A number, a size such as ``"512KB"``, or ``"auto"``. By default
-        ``B12X_ONESHOT_MAX_SIZE``.
+      cutoff: the largest message, in bytes that a rank sends to each other rank, that takes a
+        channel; larger ones take XLA's collective. A number, a size such as ``"512KB"``, or
+        ``"auto"``. By default ``B12X_ONESHOT_MAX_SIZE``.
       timeout: seconds that a rank waits for another before a call fails; by default
         ``B12X_ONESHOT_TIMEOUT_MS``.
       isolation: who shares a channel. ``"call_site"``: nobody. ``"executable"``: the call sites of
@@ -77,6 +71,9 @@ class ChannelPool:
       ValueError: an argument has a value that it may not have.
       TransportError: the transport that was asked for cannot be used.
     """
+
+    # What its names begin with.
+    _prefix: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -110,14 +107,15 @@ class ChannelPool:
         self.cutoff = cutoff_lib.resolve(cutoff, self.topology)
         if chosen.reason:
             warnings.warn(
-                f"ChannelPool over {axis!r} uses XLA's collectives: {chosen.reason}", stacklevel=2
+                f"{type(self).__name__} over {axis!r} uses XLA's collectives: {chosen.reason}",
+                stacklevel=2,
             )
         axes = self.topology.axes
         self._lock = threading.Lock()
         self._state: Literal["open", "closed"] = "open"
         self._group = make_group(self.topology)
         self._native: Any = None
-        self.name = name or f"{'_'.join(axes)}{self.topology.world_size}"
+        self.name = name or f"{self._prefix}{'_'.join(axes)}{self.topology.world_size}"
         if self.transport != "xla":
             self._native = self._open(chosen, unique=name is None)
 
@@ -160,12 +158,12 @@ class ChannelPool:
 
     def __repr__(self) -> str:
         return (
-            f"ChannelPool({self.name!r}, axis={self.topology.axes}, ranks={self.world_size}, "
-            f"transport={self.transport!r}, isolation={self.isolation!r}, cutoff={self.cutoff}, "
-            f"{self._state})"
+            f"{type(self).__name__}({self.name!r}, axis={self.topology.axes}, "
+            f"ranks={self.world_size}, transport={self.transport!r}, "
+            f"isolation={self.isolation!r}, cutoff={self.cutoff}, {self._state})"
         )
 
-    def __enter__(self) -> ChannelPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -352,6 +350,36 @@ class ChannelPool:
             raise
         else:
             _forget(native, ids)
+
+
+class ChannelPool(Pool):
+    """The channels of the all-reduces over one mesh axis.
+
+    ::
+
+        with comm.ChannelPool(mesh, "tp") as pool:
+            step = jax.jit(jax.shard_map(
+                lambda x, w: comm.all_reduce(x @ w, pool), mesh=mesh,
+                in_specs=(P(None, "tp"), P("tp")), out_specs=P()))
+
+    What a pool is, and what it takes, says :class:`Pool`.
+    """
+
+
+class DcpPool(Pool):
+    """The channels of the exchanges of decode context parallelism over one mesh axis.
+
+    ::
+
+        with comm.DcpPool(mesh, "dcp") as pool:
+            step = jax.jit(jax.shard_map(
+                lambda out, lse: comm.dcp_combine(out, lse, pool), mesh=mesh,
+                in_specs=(P("dcp"), P("dcp")), out_specs=P(None, "dcp")))
+
+    What a pool is, and what it takes, says :class:`Pool`.
+    """
+
+    _prefix = "dcp_"
 
 
 def _wait_for_arrays(topology: Topology) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 from jax_b12x.comm import order
 
 if TYPE_CHECKING:
-    from jax_b12x.comm.pool import ChannelPool
+    from jax_b12x.comm.pool import Pool
 
 # bind(*arrays, [token], pool=..., lane=..., largest=..., **attributes); with `largest`, the call is
 # part of an ordered program and takes its token as last operand
@@ -46,22 +46,14 @@ def message_bytes(aval: Any) -> int:
     return int(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize)
 
 
-def open_order(pool: ChannelPool, lane: str, largest: order.Largest) -> Any:
+def open_order(pool: Pool, lane: str, largest: order.Largest) -> Any:
     """Takes the channel that an ordered program shares; returns its first token."""
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     return open_order_p.bind(pool=pool, lane=lane, largest=largest, token=order.token_type(manual))
 
 
-def _all_reduce_types(
-    x: Any, *token: Any, pool: ChannelPool, largest: order.Largest | None, **_: Any
-) -> list[Any]:
-    _note(largest, x)
+def _all_reduce_types(x: Any, *token: Any, pool: Pool, **_: Any) -> list[Any]:
     return [invariant_over(x, pool.topology.axes), *token]
-
-
-def _note(largest: order.Largest | None, message: Any) -> None:
-    if largest is not None:
-        largest.bytes = max(largest.bytes, message_bytes(message))
 
 
 def _rms_norm_types(
@@ -69,12 +61,10 @@ def _rms_norm_types(
     residual: Any,
     weight: Any,
     *token: Any,
-    pool: ChannelPool,
-    largest: order.Largest | None,
+    pool: Pool,
     **_: Any,
 ) -> list[Any]:
     del weight
-    _note(largest, x)
     left = varying(x) - set(pool.topology.axes) | varying(residual)
     result = residual.update(manual_axis_type=residual.mat.update(varying=left), weak_type=False)
     return [result, result, *token]
@@ -84,19 +74,27 @@ def _lower(
     ctx: Any,
     *operands: Any,
     target: str,
-    pool: ChannelPool,
+    message: Message | None,
+    pool: Pool,
     lane: str,
     largest: order.Largest | None = None,
-    opens: bool = False,
     **attributes: Any,
 ) -> Any:
-    """Lowers to the FFI call of ``target``, with what the runtime needs to find its channel."""
+    """Lowers to the FFI call of ``target``, with what the runtime needs to find its channel.
+
+    The call that has no message of its own opens an order.
+    """
     _check_mesh(ctx, pool)
     pool.require_open()
     module = ctx.module_context.module
+    opens = message is None
     ordered = largest is not None and not opens
-    # Everything is traced by now, so that the largest message of an order is known.
-    size = largest.bytes if opens and largest is not None else message_bytes(ctx.avals_in[0])
+    if message is not None:
+        size = message(*ctx.avals_in, pool=pool, **attributes)
+    else:
+        # Everything is traced by now, so that the largest message of an order is known.
+        assert largest is not None
+        size = largest.bytes
     rule = jax.ffi.ffi_lowering(
         target,
         # The token's buffer is handed on in place: calls that share one cannot overlap.
@@ -121,10 +119,10 @@ def _lower(
 
 def _lower_open_order(ctx: Any, *, token: Any, **params: Any) -> Any:
     del token
-    return _lower(ctx, target="b12x_open_order", opens=True, **params)
+    return _lower(ctx, target="b12x_open_order", message=None, **params)
 
 
-def _check_mesh(ctx: Any, pool: ChannelPool) -> None:
+def _check_mesh(ctx: Any, pool: Pool) -> None:
     """Refuses a program whose mesh has other devices, or another order, than its pool's."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
@@ -138,20 +136,47 @@ def _check_mesh(ctx: Any, pool: ChannelPool) -> None:
             )
 
 
-def _register(primitive: Any, types: Any, target: str) -> None:
+# The bytes that a call puts into a slot of a peer, from its operands' types and its parameters.
+Message = Callable[..., int]
+
+
+def register(primitive: Any, types: Any, target: str, message: Message) -> None:
+    """Makes a primitive a channel call.
+
+    Args:
+      primitive: it takes ``(*arrays, [token], pool=..., lane=..., largest=..., **attributes)``.
+      types: from its operands' types and all of its parameters to its results' types, the token's
+        included.
+      target: the FFI target.
+      message: from its operands' types, ``pool`` and the attributes to the bytes that a slot needs.
+    """
+
+    def types_and_size(*avals: Any, largest: order.Largest | None, **params: Any) -> list[Any]:
+        if largest is not None:
+            without_lane = {key: value for key, value in params.items() if key != "lane"}
+            largest.bytes = max(largest.bytes, message(*avals, **without_lane))
+        results: list[Any] = types(*avals, **params)
+        return results
+
     primitive.multiple_results = True
-    primitive.def_abstract_eval(types)
+    primitive.def_abstract_eval(types_and_size)
     # Every call site is lowered for itself, or two of them would be one.
-    mlir.register_lowering(primitive, functools.partial(_lower, target=target), cacheable=False)
+    mlir.register_lowering(
+        primitive, functools.partial(_lower, target=target, message=message), cacheable=False
+    )
 
 
-_register(all_reduce_p, _all_reduce_types, "b12x_all_reduce")
-_register(all_reduce_rms_norm_p, _rms_norm_types, "b12x_all_reduce_rms_norm")
+def _message_of_first(first: Any, *_: Any, **__: Any) -> int:
+    return message_bytes(first)
+
+
+register(all_reduce_p, _all_reduce_types, "b12x_all_reduce", _message_of_first)
+register(all_reduce_rms_norm_p, _rms_norm_types, "b12x_all_reduce_rms_norm", _message_of_first)
 open_order_p.def_abstract_eval(lambda *, token, **_: token)
 mlir.register_lowering(open_order_p, _lower_open_order, cacheable=False)
 
 
-def _batch_all_reduce(args: Any, dims: Any, *, pool: ChannelPool, **params: Any) -> Any:
+def _batch_all_reduce(args: Any, dims: Any, *, pool: Pool, **params: Any) -> Any:
     # The elements are independent of each other: a batch is a larger message.
     x, *token = args
     if message_bytes(jax.typeof(x)) > pool.cutoff:
@@ -171,7 +196,7 @@ def _unbatched(token: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
 batching.primitive_batchers[all_reduce_p] = _batch_all_reduce
 
 
-def _batch_rms_norm(args: Any, dims: Any, *, pool: ChannelPool, **params: Any) -> Any:
+def _batch_rms_norm(args: Any, dims: Any, *, pool: Pool, **params: Any) -> Any:
     x, residual, weight, *token = args
     if dims[2] is not None:
         raise NotImplementedError(
