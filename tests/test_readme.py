@@ -1,4 +1,4 @@
-"""The README and docs: their Python runs, their links lead somewhere, no variable is left out."""
+"""The README and the pages it leads to: their Python runs, their links lead somewhere."""
 
 import pathlib
 import re
@@ -9,14 +9,14 @@ import pytest
 from jax_b12x import config, moe
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "ffi.md", ROOT / "docs" / "numerics.md"]
 
 
 def python_blocks(path):
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_of_readme_and_docs_runs(tmp_path, monkeypatch, capsys):
+def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0).standard_normal
     experts = moe.ExpertWeights.quantize(
