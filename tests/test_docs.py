@@ -43,6 +43,12 @@ def python_messages(path):
             yield node.value
 
 
+def test_the_example_of_a_plan_runs(capsys):
+    ((_, code),) = blocks("how-it-works.md", "python")
+    exec("import jax.numpy as jnp\nfrom jax_b12x import moe\n" + code, {})
+    assert "because" in capsys.readouterr().out
+
+
 LITERAL = r'"((?:[^"\\\n]|\\.)*)"'
 
 
