@@ -135,10 +135,17 @@ def load_quantized(folder: pathlib.Path, *, recipe: RecipeName = "nvfp4") -> tup
     config_json = opened.config()
     config = ModelConfig.from_json(config_json["model"])
 
-    def make_experts(layer: int) -> PackedExperts:
-        return PackedExperts(moe.load_experts(opened, EXPERTS.format(layer=layer)), recipe=recipe)
+    experts = [
+        moe.load_experts(opened, EXPERTS.format(layer=layer)) for layer in range(config.layers)
+    ]
 
-    model = Decoder(config, make_experts, rngs=nnx.Rngs(0))
+    def make_experts(layer: int) -> PackedExperts:
+        return PackedExperts(experts[layer], recipe=recipe)
+
+    # Only the shapes: no initial parameters are drawn to be thrown away.
+    model = nnx.eval_shape(lambda: Decoder(config, make_experts, rngs=nnx.Rngs(0)))
     dense = {name: opened.tensor(name).read() for name in opened.names if ".experts." not in name}
     nnx.update(model, unflatten(nnx.state(model, nnx.Param), dense))
+    for block, weights in zip(model.blocks, experts, strict=True):
+        block.moe.experts.weights.set_value(weights)
     return model, config_json["training"]

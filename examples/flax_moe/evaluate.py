@@ -91,8 +91,9 @@ def main(argv: list[str] | None = None) -> None:
     console.print(table)
     if options.bf16_checkpoint is None:
         console.print(
-            f"bf16 experts: {record['held_out_bits_per_byte_bf16']} bits per byte on the whole "
-            f"held-out text, recorded on {record['date']} by\n  {record['command']}\n"
+            f"bf16 experts: {record['held_out_bits_per_byte_bf16']} bits per byte on the first "
+            f"{record['held_out_bytes']:,} bytes of the held-out text, recorded on "
+            f"{record['date']} by\n  {record['command']}\n"
             "Pass --bf16-checkpoint to measure it here."
         )
 
