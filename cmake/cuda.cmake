@@ -65,9 +65,11 @@ if(B12X_CUDA_SOURCES)
 endif()
 
 # The handlers are C++: they see launchers and cuda_runtime_api.h, no device code.
-nanobind_add_module(_b12x_cuda STABLE_ABI NB_STATIC ${B12X_CUDA_MODULE_SOURCES})
+# Both modules have a class of pools: a domain of its own keeps nanobind from mixing them up.
+nanobind_add_module(_b12x_cuda STABLE_ABI NB_STATIC NB_DOMAIN b12x_cuda
+                    ${B12X_CUDA_MODULE_SOURCES} ${B12X_CHANNEL_SOURCES})
 target_include_directories(_b12x_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-target_link_libraries(_b12x_cuda PRIVATE ${b12x_cuda_libraries} b12x_xla b12x_warnings)
+target_link_libraries(_b12x_cuda PRIVATE ${b12x_cuda_libraries} b12x_runtime b12x_xla b12x_warnings)
 install(TARGETS _b12x_cuda LIBRARY DESTINATION jax_b12x)
 message(STATUS "jax_b12x: the CUDA half is built for sm_${B12X_CUDA_ARCHITECTURES} with ${b12x_toolkit_nvcc} "
                "(${b12x_toolkit_version}, ${b12x_toolkit_source})")

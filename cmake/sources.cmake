@@ -29,18 +29,25 @@ set(B12X_RUNTIME_SOURCES
     ffi/runtime/crew.cc
     ffi/runtime/meeting.cc
     ffi/runtime/pool.cc)
+# What both modules have of pools and calls: each is compiled into both.
+set(B12X_CHANNEL_SOURCES
+    ffi/bindings/pool.cc
+    ffi/handlers/channel_call.cc)
 # The module `_b12x`: FFI handlers of the `cpu` platform.
 set(B12X_MODULE_SOURCES
     ffi/module.cc
-    ffi/bindings/pool.cc
-    ffi/handlers/channel_call.cc
     ffi/handlers/channel_call_cpu.cc
     ffi/handlers/comm_cpu.cc
     ffi/handlers/moe_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
-set(B12X_CUDA_SOURCES)
+set(B12X_CUDA_SOURCES
+    cuda/kernels/oneshot_all_reduce.cu
+    cuda/kernels/oneshot_all_reduce_rms_norm.cu)
 # The module `_b12x_cuda`: FFI handlers of the `CUDA` platform, compiled by the C++ compiler.
-set(B12X_CUDA_MODULE_SOURCES)
+set(B12X_CUDA_MODULE_SOURCES
+    ffi/module_cuda.cc
+    ffi/handlers/comm_cuda.cc
+    ffi/runtime/peer_memory.cc)
 # Options of nvcc, beside the architectures, the C++ standard and optimisation.
 set(B12X_CUDA_FLAGS --expt-relaxed-constexpr -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror)
 # Compute capabilities that the CUDA sources are compiled for.

@@ -7,6 +7,7 @@
 namespace b12x::ffi {
 
 void RegisterCommCpu(Registry& registry);
+void RegisterCommCuda(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
 
 }  // namespace b12x::ffi

@@ -36,6 +36,8 @@ class ChannelMemory {
   virtual void Quiesce(int rank) = 0;
   virtual void CloseImports(int rank) = 0;
   virtual void FreeExports(int rank) = 0;
+  // What a device has reported, for a person: empty while all is well. Cheap, and without a wait.
+  virtual std::string Fault() const { return ""; }
   // Whether a new call site of this process may go on where a dropped one stopped.
   virtual bool reusable() const = 0;
 };
@@ -75,6 +77,15 @@ class Channel {
   void Poison(const std::string& reason) {
     poisoned_.store(true, std::memory_order_release);
     Refuse(reason);
+  }
+  // Looks whether a device has reported a timeout, and poisons the channel if so.
+  void Check(const std::string& pool) {
+    if (refused()) return;
+    const std::string fault = memory_->Fault();
+    if (!fault.empty()) {
+      Poison("pool '" + pool + "', " + Name() + ": " + fault +
+             "; the channel is poisoned and its result is NaN");
+    }
   }
   // The pool took the channel back.
   void Retire(const std::string& reason) { Refuse(reason); }

@@ -134,6 +134,7 @@ Lease Pool::Take(const ChannelSpec& asked) {
   for (auto it = entries_.begin(); it != entries_.end(); ++it) {
     const Entry& entry = it->second;
     const Channel& channel = *entry.channel;
+    entry.channel->Check(options_.name);
     if (entry.retired || channel.refused() || channel.capacity() != spec.bytes) continue;
     if (by_lane) {
       if (channel.spec().lane != spec.lane) continue;
@@ -193,6 +194,7 @@ std::vector<ChannelRecord> Pool::Records() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<ChannelRecord> records;
   for (const auto& [id, entry] : entries_) {
+    entry.channel->Check(options_.name);
     records.push_back(ChannelRecord{entry.channel, entry.bytes, entry.holders});
   }
   return records;

@@ -42,6 +42,7 @@ class Benchmark(Protocol):
 
 # Name on the command line: the module, imported only when it is called for, and a line of help.
 BENCHMARKS: dict[str, tuple[str, str]] = {
+    "comm": ("jax_b12x.bench.comm", "one-shot all-reduce beside lax.psum"),
     "moe": ("jax_b12x.bench.moe", "one mixture-of-experts layer against what JAX has"),
 }
 

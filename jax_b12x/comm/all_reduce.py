@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jax_b12x import lanes
 from jax_b12x.comm import call, primitives
 from jax_b12x.comm import order as order_lib
+from jax_b12x.comm.memory import MAX_ROW_BYTES
 from jax_b12x.comm.pool import ChannelPool
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -67,8 +68,8 @@ def all_reduce_rms_norm(
         new_residual = (sum of x over the ranks, in fp32 in rank order) + residual, rounded once
         normed = new_residual * rsqrt(mean(new_residual**2, axis=-1) + eps) * weight, rounded once
 
-    in fp32 throughout. It is inference-only. Messages above the cutoff take ``lax.psum`` and the
-    same arithmetic in ``jnp``.
+    in fp32 throughout. It is inference-only. Messages above the cutoff, and rows above 128 KB, take
+    ``lax.psum`` and the same arithmetic in ``jnp``.
 
     Args:
       x: bf16, fp16 or fp32 ``[..., hidden]``: this rank's part of the sum.
@@ -95,7 +96,8 @@ def all_reduce_rms_norm(
         raise ValueError(f"weight must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}")
     call.check_pool("all_reduce_rms_norm", pool, ChannelPool)
     call.check_axes("all_reduce_rms_norm", pool)
-    if not call.takes_channel(primitives.message_bytes(jax.typeof(x)), pool):
+    row_fits = x.shape[-1] * x.dtype.itemsize <= MAX_ROW_BYTES
+    if not row_fits or not call.takes_channel(primitives.row_message_bytes(jax.typeof(x)), pool):
         wide = x.astype(jnp.float32)
         plain = functools.partial(_rms_norm, eps=eps)
         normed, new_residual = call.inference_only(

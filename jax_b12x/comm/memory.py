@@ -14,6 +14,8 @@ HEADER_BYTES = 4096
 PACKET_BYTES = 16
 BUFFERS = 2
 SMALLEST_LANE_BYTES = 4096
+# The longest row that the fused norm keeps in registers; `oneshot_all_reduce.h` says it in packets.
+MAX_ROW_BYTES = 8192 * PACKET_BYTES
 
 
 def channel_bytes(message_bytes: int, world_size: int) -> int:

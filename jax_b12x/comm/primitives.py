@@ -18,6 +18,7 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from jax_b12x.comm import order
+from jax_b12x.comm.memory import PACKET_BYTES
 
 if TYPE_CHECKING:
     from jax_b12x.comm.pool import Pool
@@ -44,6 +45,13 @@ def invariant_over(aval: Any, axes: Sequence[str]) -> Any:
 def message_bytes(aval: Any) -> int:
     """Returns the bytes of an abstract value."""
     return int(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize)
+
+
+def row_message_bytes(aval: Any) -> int:
+    """Returns the bytes of a message in which each row of an array begins at a packet."""
+    *rows, hidden = aval.shape
+    packets = -(-hidden * np.dtype(aval.dtype).itemsize // PACKET_BYTES)
+    return int(math.prod(rows) * packets * PACKET_BYTES)
 
 
 def open_order(pool: Pool, lane: str, largest: order.Largest) -> Any:
@@ -170,8 +178,12 @@ def _message_of_first(first: Any, *_: Any, **__: Any) -> int:
     return message_bytes(first)
 
 
+def _rows_of_first(first: Any, *_: Any, **__: Any) -> int:
+    return row_message_bytes(first)
+
+
 register(all_reduce_p, _all_reduce_types, "b12x_all_reduce", _message_of_first)
-register(all_reduce_rms_norm_p, _rms_norm_types, "b12x_all_reduce_rms_norm", _message_of_first)
+register(all_reduce_rms_norm_p, _rms_norm_types, "b12x_all_reduce_rms_norm", _rows_of_first)
 open_order_p.def_abstract_eval(lambda *, token, **_: token)
 mlir.register_lowering(open_order_p, _lower_open_order, cacheable=False)
 

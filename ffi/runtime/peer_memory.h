@@ -1,0 +1,55 @@
+// Channels of the GPUs of one process: a slab on each, which all peers write into.
+#ifndef JAX_B12X_FFI_RUNTIME_PEER_MEMORY_H_
+#define JAX_B12X_FFI_RUNTIME_PEER_MEMORY_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/comm/channel.h"
+#include "ffi/runtime/pool.h"
+
+namespace b12x::runtime {
+
+// What the channels of a pool share: words in pinned memory that kernels report faults in, and
+// words on each device. Freed with the last channel.
+class PeerWords;
+
+class PeerMemory : public ChannelMemory {
+ public:
+  PeerMemory(std::shared_ptr<PeerWords> words, const PoolOptions& options, int64_t message_bytes);
+  ~PeerMemory() override;
+
+  // The channel as the kernels on the device with this ordinal see it.
+  const comm::ChannelView& ViewOf(int ordinal) const;
+  // The same, in the memory of that device.
+  const comm::ChannelView* DeviceViewOf(int ordinal) const;
+
+  void Quiesce(int rank) override;
+  void CloseImports(int rank) override;
+  void FreeExports(int rank) override;
+  std::string Fault() const override;
+  bool reusable() const override { return true; }
+
+ private:
+  struct Slab {
+    Place place;
+    unsigned char* data = nullptr;
+    comm::ChannelView view = {};
+    volatile comm::ChannelStatus* status = nullptr;
+  };
+  const Slab& SlabOf(int ordinal) const;
+
+  const std::shared_ptr<PeerWords> words_;
+  const int64_t timeout_ms_;
+  std::vector<Slab> slabs_;
+};
+
+Pool::MakeMemory MakePeerMemory();
+
+// Why these devices cannot write into each other's memory; empty when they can. Lets them.
+std::string PeerObstacle(const std::vector<int>& ordinals);
+
+}  // namespace b12x::runtime
+
+#endif  // JAX_B12X_FFI_RUNTIME_PEER_MEMORY_H_
