@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", default=generate.DEFAULT_PROMPT)
     parser.add_argument("--tokens", type=int, default=360, help="bytes to write")
     parser.add_argument("--bytes", type=int, default=8192, help="of held-out text to measure")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
     options = parser.parse_args(argv)
     console = Console()
 
