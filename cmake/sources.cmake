@@ -3,6 +3,7 @@
 # CPU kernels and the host runtime: no XLA types.
 set(B12X_HOST_SOURCES
     ffi/host/all_reduce.cc
+    ffi/host/dcp.cc
     ffi/host/isa.cc
     ffi/host/kernels_baseline.cc
     ffi/host/moe.cc
@@ -38,6 +39,8 @@ set(B12X_MODULE_SOURCES
     ffi/module.cc
     ffi/handlers/channel_call_cpu.cc
     ffi/handlers/comm_cpu.cc
+    ffi/handlers/dcp_cpu.cc
+    ffi/handlers/dcp_operands.cc
     ffi/handlers/moe_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
 set(B12X_CUDA_SOURCES

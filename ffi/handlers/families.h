@@ -8,6 +8,7 @@ namespace b12x::ffi {
 
 void RegisterCommCpu(Registry& registry);
 void RegisterCommCuda(Registry& registry);
+void RegisterDcpCpu(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
 
 }  // namespace b12x::ffi

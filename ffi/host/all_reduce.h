@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace b12x::host {
+#include "ffi/host/float_types.h"
 
-enum class FloatType { kF32, kF16, kBF16 };
+namespace b12x::host {
 
 int64_t ByteWidth(FloatType type);
 

@@ -193,11 +193,11 @@ def _batch_all_reduce(args: Any, dims: Any, *, pool: Pool, **params: Any) -> Any
     x, *token = args
     if message_bytes(jax.typeof(x)) > pool.cutoff:
         return [jax.lax.psum(x, pool.topology.axes), *token], list(dims)
-    out, *token = all_reduce_p.bind(x, *_unbatched(token, dims[1:]), pool=pool, **params)
+    out, *token = all_reduce_p.bind(x, *unbatched(token, dims[1:]), pool=pool, **params)
     return [out, *token], [dims[0], *(None for _ in token)]
 
 
-def _unbatched(token: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+def unbatched(token: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
     """JAX may have made a batch of the token: so many copies of one, which then goes on alone."""
     return [
         each if dim is None else jax.lax.index_in_dim(each, 0, dim, keepdims=False)
@@ -222,7 +222,7 @@ def _batch_rms_norm(args: Any, dims: Any, *, pool: Pool, **params: Any) -> Any:
         for array, dim in zip((x, residual), dims[:2], strict=True)
     )
     normed, new_residual, *token = all_reduce_rms_norm_p.bind(
-        x, residual, weight, *_unbatched(token, dims[3:]), pool=pool, **params
+        x, residual, weight, *unbatched(token, dims[3:]), pool=pool, **params
     )
     return [normed, new_residual, *token], [0, 0, *(None for _ in token)]
 

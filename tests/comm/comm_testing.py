@@ -76,15 +76,53 @@ class Kind:
       pool: makes the pool.
       call: the collective, inside ``shard_map``: an array to an array of the same shape.
       expected: what ``call`` gives on each device for the stacked messages, bit for bit.
+      message: the bytes that ``call`` sends to a peer for so many fp32 elements, of two ranks.
     """
 
     name: str
     pool: Callable[..., Any]
     call: Callable[[Any, Any], Any]
     expected: Callable[[Any, int], np.ndarray]
+    message: Callable[[int], int]
 
 
-KINDS = (Kind("all_reduce", comm.ChannelPool, comm.all_reduce, rank_order_sum),)
+def rows_of_eight(x: Any) -> Any:
+    """Any array as rows of eight, the last one filled up with zeros."""
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % 8)).reshape(-1, 8)
+
+
+def sum_by_gather(x: Any, pool: Any) -> Any:
+    """The sum in rank order, of what a gather brings."""
+    parts = comm.dcp_gather_heads(rows_of_eight(x)[:, None], pool)
+    total = parts[:, 0]
+    for rank in range(1, pool.world_size):
+        total = total + parts[:, rank]
+    return total.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def mean_by_combine(x: Any, pool: Any) -> Any:
+    """The mean in rank order: all shards weigh the same, and every head is the same."""
+    rows = jnp.repeat(rows_of_eight(x)[:, None], pool.world_size, axis=1)
+    out = comm.dcp_combine(rows, jnp.full(rows.shape[:2], 3.0), pool)
+    return out.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def rank_order_mean(parts: Any, world_size: int) -> np.ndarray:
+    """What ``mean_by_combine`` gives, where a division by the number of ranks is exact."""
+    assert world_size in (2, 4, 8, 16)
+    return rank_order_sum(np.asarray(parts) * np.float32(1 / world_size), world_size)
+
+
+def _eights(elements: int) -> int:
+    return -(-elements // 8)
+
+
+KINDS = (
+    Kind("all_reduce", comm.ChannelPool, comm.all_reduce, rank_order_sum, lambda n: 4 * n),
+    Kind("gather", comm.DcpPool, sum_by_gather, rank_order_sum, lambda n: 32 * _eights(n)),
+    Kind("combine", comm.DcpPool, mean_by_combine, rank_order_mean, lambda n: 48 * _eights(n)),
+)
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 

@@ -99,7 +99,7 @@ def test_the_channel_of_an_order_fits_its_largest_message(kind):
                 return [kind.call(x[:size], pool) for size in (8, 1000, 64)]
 
         on_each(mesh, body)(jnp.ones((2, 1000)))
-        assert [record.capacity for record in pool.records()] == [4000]
+        assert [record.capacity for record in pool.records()] == [kind.message(1000)]
 
 
 @every_kind

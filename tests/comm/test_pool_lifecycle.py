@@ -129,7 +129,9 @@ def test_describe_shows_owner_call_site_lane_bytes_and_state(kind):
         shown = io.StringIO()
         pool.describe(shown)
     text = shown.getvalue()
-    for word in ("jit_decode_step", "default", "4,000", f"{channel_bytes(4000, 2):,}", "leased"):
+    message = kind.message(1000)
+    sizes = f"{message:,}", f"{channel_bytes(message, 2):,}"
+    for word in ("jit_decode_step", "default", *sizes, "leased"):
         assert word in text, text
 
 
