@@ -106,8 +106,10 @@ def global_scale_array(global_scale: jax.typing.ArrayLike, leading: tuple[int, .
 
 def usable_global_scale(g: jax.Array) -> jax.Array:
     """Returns ``g`` where it is positive and finite, 0 elsewhere (its block then means zeros)."""
-    positive = (softfloat.to_bits(g) < np.uint32(0x7F800000)) & (softfloat.to_bits(g) > 0)
-    return jnp.where(positive, g, np.float32(0))
+    bits = softfloat.to_bits(g)
+    positive = (bits < np.uint32(0x7F800000)) & (bits > 0)
+    # A choice between integers: one between floats may flush a subnormal scale.
+    return softfloat.from_bits(jnp.where(positive, bits, np.uint32(0)))
 
 
 def apply_global_scale(values: jax.Array, g: jax.Array) -> jax.Array:

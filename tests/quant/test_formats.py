@@ -108,6 +108,12 @@ def test_nf3_quantizes_to_the_nearest_codebook_value(seed, value, g, modes):
         check_nf3(x, g, q)
 
 
+def test_nf3_does_not_flush_a_subnormal_global_scale():
+    # Seed 1 draws a block of subnormal numbers, whose scale is far from saturating.
+    x, g = draw_row(1, 0.0), np.float32(1e-38)
+    check_nf3(x, g, nf3.quantize(x, g))
+
+
 def check_nf3(x, g, q):
     scale = np.asarray(q.scale).astype(np.float32)
     codes = np.asarray(nf3.unpack(q.data)).reshape(-1, 32)
