@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jax_b12x.moe import layout_sm90
 from jax_b12x.moe.recipe import WeightFormat
 from jax_b12x.quant import nvfp4
+
+if TYPE_CHECKING:
+    from jax_b12x.moe.plan import MoePlan
 
 # How the bytes are laid out. "checkpoint" is what loaders give and CPU kernels read; a device
 # layout is made from it by `ExpertWeights.prepare` and can be turned back.
@@ -75,6 +79,68 @@ class ExpertWeights:
     def num_experts(self) -> int:
         """How many experts this holds."""
         return int(self.w13_global_scale.shape[0])
+
+    def prepare(self, plan: MoePlan, *, donate: bool = False) -> ExpertWeights:
+        """Returns these weights in the layout that ``plan`` reads; do it once, after loading.
+
+        Repacking runs on the weights' device, a matrix after the other and an expert after the
+        other, and needs the memory of one of the layer's two matrices beside the weights. Nothing
+        is lost: :meth:`unprepare` gives the checkpoint's bytes back.
+
+        Args:
+          plan: any plan for these weights.
+          donate: free this object's packed arrays as soon as they are repacked; it can't be used
+            afterwards.
+
+        Returns:
+          The weights in ``plan.weight_layout``; ``self`` if they are in it already.
+
+        Raises:
+          ValueError: the plan is for other weights, or a block scale is negative or NaN, which the
+            layout has no room for.
+        """
+        for name, own, planned in (
+            ("hidden", self.hidden, plan.hidden),
+            ("intermediate", self.intermediate, plan.intermediate),
+            ("num_experts", self.num_experts, plan.num_experts),
+            ("format", self.format, plan.weight_format),
+        ):
+            if own != planned:
+                raise ValueError(f"{name} is {own!r}, but the plan was made for {planned!r}")
+        if plan.weight_layout == self.layout:
+            return self
+        if self.layout != "checkpoint":
+            checkpoint = self.unprepare()
+            return checkpoint if plan.weight_layout == "checkpoint" else checkpoint.prepare(plan)
+        repacked: dict[str, jax.Array] = {}
+        for name, gated in (("w13", True), ("w2", False)):
+            packed, scale = getattr(self, name), getattr(self, f"{name}_scale")
+            _check_block_scales(f"{name}_scale", scale)
+            repacked[name] = layout_sm90.pack(packed, scale, gated=gated)
+            repacked[f"{name}_scale"] = jnp.zeros((self.num_experts, 0), scale.dtype)
+            if donate:
+                jax.block_until_ready(repacked[name])
+                packed.delete()
+                scale.delete()
+        return dataclasses.replace(self, layout="sm90", **repacked)  # type: ignore[arg-type]
+
+    def unprepare(self) -> ExpertWeights:
+        """Returns these weights in the ``checkpoint`` layout, bit for bit as they were loaded."""
+        if self.layout == "checkpoint":
+            return self
+        arrays: dict[str, jax.Array] = {}
+        for name, rows, columns, gated in (
+            ("w13", 2 * self.intermediate, self.hidden, True),
+            ("w2", self.hidden, self.intermediate, False),
+        ):
+            arrays[name], arrays[f"{name}_scale"] = layout_sm90.unpack(
+                getattr(self, name),
+                rows=rows,
+                columns=columns,
+                gated=gated,
+                scale_dtype=getattr(self, f"{name}_scale").dtype,
+            )
+        return dataclasses.replace(self, layout="checkpoint", **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def from_arrays(
@@ -255,6 +321,20 @@ def _block_scale(name: str, array: ArrayLike, format: WeightFormat) -> jax.Array
             f"{jnp.dtype(dtype).name}, or its bits as uint8"
         )
     return array
+
+
+def _check_block_scales(name: str, scale: jax.Array) -> None:
+    """Refuses block scales that are negative or NaN; there is no looking while tracing."""
+    if isinstance(scale, jax.core.Tracer):
+        return
+    bits = lax.bitcast_convert_type(scale, jnp.uint8)
+    bad = bits == 255 if scale.dtype == jnp.float8_e8m0fnu else bits >= 127
+    if bool(jnp.any(bad)):
+        expert = int(jnp.argmax(jnp.any(bad, axis=(1, 2))))
+        raise ValueError(
+            f"{name} of expert {expert} holds a block scale that is negative or NaN; block scales "
+            "must be numbers from 0"
+        )
 
 
 def _scales(name: str, value: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
