@@ -45,11 +45,17 @@ set(B12X_MODULE_SOURCES
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
 set(B12X_CUDA_SOURCES
     cuda/kernels/oneshot_all_reduce.cu
-    cuda/kernels/oneshot_all_reduce_rms_norm.cu)
+    cuda/kernels/oneshot_all_reduce_rms_norm.cu
+    cuda/kernels/read_bandwidth.cu
+    cuda/kernels/sm90_moe_decode_fused.cu
+    cuda/kernels/sm90_moe_decode_split.cu
+    cuda/launch/moe_decode.cc)
 # The module `_b12x_cuda`: FFI handlers of the `CUDA` platform, compiled by the C++ compiler.
 set(B12X_CUDA_MODULE_SOURCES
     ffi/module_cuda.cc
     ffi/handlers/comm_cuda.cc
+    ffi/handlers/moe_cuda.cc
+    ffi/handlers/read_bandwidth_cuda.cc
     ffi/runtime/peer_memory.cc)
 # Options of nvcc, beside the architectures, the C++ standard and optimisation.
 set(B12X_CUDA_FLAGS --expt-relaxed-constexpr -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror)

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "cuda/launch/moe_decode.h"
 #include "ffi/bindings/pool.h"
 #include "ffi/handlers/families.h"
 #include "ffi/registry.h"
@@ -13,7 +14,11 @@ namespace nb = nanobind;
 
 namespace {
 
-void Fill(b12x::ffi::Registry& registry) { b12x::ffi::RegisterCommCuda(registry); }
+void Fill(b12x::ffi::Registry& registry) {
+  b12x::ffi::RegisterCommCuda(registry);
+  b12x::ffi::RegisterMoeCuda(registry);
+  b12x::ffi::RegisterReadBandwidthCuda(registry);
+}
 
 }  // namespace
 
@@ -23,4 +28,23 @@ NB_MODULE(_b12x_cuda, m) {
   b12x::ffi::ExportRegistry(m, &Fill);
   b12x::ffi::ExportPools(m, &b12x::runtime::MakePeerMemory);
   m.def("peer_obstacle", &b12x::runtime::PeerObstacle, nb::arg("ordinals"));
+  m.def(
+      "moe_decode_bytes",
+      [](int num_tokens, int top_k, int hidden, int intermediate, bool quantized, int grid,
+         int stages, int fc1_split, int fc2_split, int fc2_order) {
+        const b12x::MoeDecodeGeometry geometry{grid, stages, fc1_split, fc2_split,
+                                               static_cast<b12x::Fc2Order>(fc2_order)};
+        const int64_t scratch =
+            b12x::moe_decode_scratch(num_tokens, top_k, hidden, intermediate, quantized, geometry)
+                .bytes();
+        const int shared =
+            b12x::PlanOf(num_tokens < b12x::kMoeMaxTokens ? num_tokens : b12x::kMoeMaxTokens, top_k,
+                         hidden, intermediate, quantized, geometry)
+                .shared.bytes;
+        return nb::make_tuple(scratch, shared);
+      },
+      nb::arg("num_tokens"), nb::arg("top_k"), nb::arg("hidden"), nb::arg("intermediate"),
+      nb::arg("quantized"), nb::arg("grid"), nb::arg("stages"), nb::arg("fc1_split"),
+      nb::arg("fc2_split"), nb::arg("fc2_order"),
+      "Returns the scratch and the shared memory, in bytes, that a launch needs.");
 }

@@ -10,6 +10,8 @@ void RegisterCommCpu(Registry& registry);
 void RegisterCommCuda(Registry& registry);
 void RegisterDcpCpu(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
+void RegisterMoeCuda(Registry& registry);
+void RegisterReadBandwidthCuda(Registry& registry);
 
 }  // namespace b12x::ffi
 

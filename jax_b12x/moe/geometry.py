@@ -36,8 +36,10 @@ class Geometry:
       parameters: launch parameters by name, in a fixed order; they become FFI attributes.
       scratch_bytes: device scratch, an extra result of the call.
       weight_layout: the layout that the weights must have.
+      reasons: what people should know about the choice, a sentence each.
     """
 
     parameters: tuple[tuple[str, int], ...] = ()
     scratch_bytes: int = 0
     weight_layout: WeightLayout = "checkpoint"
+    reasons: tuple[str, ...] = ()

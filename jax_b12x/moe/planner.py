@@ -138,8 +138,9 @@ def _settle(
             f"on {request.device}: {obstacle}"
             + (f"; it was forced by {forced_by}" if forced_by else "")
         )
-    reasons = (*reasons, _overlap_reason(request, implementation))
-    return Decision(implementation, platform.geometry(request, implementation), reasons)
+    geometry: Geometry = platform.geometry(request, implementation)
+    reasons = (*reasons, *geometry.reasons, _overlap_reason(request, implementation))
+    return Decision(implementation, geometry, reasons)
 
 
 def _overlap_reason(request: Request, implementation: str) -> str:

@@ -1,0 +1,38 @@
+// Launches MoE decode: plain pointers, shapes and a stream. Nothing here allocates or synchronises.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/kernels/sm90_moe_decode_kernels.h"
+#include "cuda/moe/params.h"
+
+namespace b12x {
+
+enum class DecodeLaunch { kFused, kSplit };
+
+// Why a launch was refused before anything ran; `reason` is null when it was not.
+struct LaunchStatus {
+  cudaError_t error = cudaSuccess;
+  const char* reason = nullptr;
+  bool ok() const { return error == cudaSuccess && reason == nullptr; }
+};
+
+// Scratch for a call of `num_tokens` tokens: h, then y and the quantized x where there are any.
+struct MoeDecodeScratch {
+  int64_t h_bytes;
+  int64_t y_bytes;
+  int64_t input_bytes;
+  int64_t bytes() const { return h_bytes + y_bytes + input_bytes; }
+};
+MoeDecodeScratch moe_decode_scratch(int32_t num_tokens, int32_t top_k, int32_t hidden,
+                                    int32_t intermediate, bool quantized,
+                                    const MoeDecodeGeometry& geometry);
+
+// Runs one MoE layer; `params.plan` and the pointers into `scratch` are filled in here. More than
+// 64 tokens run as launches of 64 after one another, over the same scratch.
+LaunchStatus launch_moe_decode(MoeDecodeParams params, DecodeRecipeId recipe, DecodeLaunch launch,
+                               void* scratch, int64_t scratch_bytes, cudaStream_t stream);
+
+}  // namespace b12x

@@ -1,0 +1,175 @@
+// What one MoE decode launch needs to know: plain pointers and numbers, passed by value.
+#pragma once
+
+#include <cstdint>
+
+namespace b12x {
+
+enum class Activation : int32_t { kSilu = 0, kSwigluOai = 1 };
+
+// How the second product is shared out.
+enum class Fc2Order : int32_t {
+  // A CTA owns 16 output columns at a time for every expert, and sums over top-k on its own.
+  kOwner = 0,
+  // Work goes expert by expert, so that an expert's activations are read by few CTAs; the rows go
+  // through
+  // global memory to a last step that sums over top-k.
+  kExpert = 1,
+};
+
+// Launch geometry; jax_b12x/moe/geometry_cuda.py chooses it.
+struct MoeDecodeGeometry {
+  int32_t grid;       // CTAs; all resident at once
+  int32_t stages;     // chunks of two weight tiles in flight a warp
+  int32_t fc1_split;  // warps that share a row tile of the first product: 1, 2, 4, 8 or 16
+  int32_t fc2_split;  // likewise of the second product
+  Fc2Order fc2_order;
+};
+
+inline constexpr int kMoeDecodeWarps = 16;
+inline constexpr int kMoeDecodeThreads = 32 * kMoeDecodeWarps;
+inline constexpr int kMoeMaxTokens = 64;
+inline constexpr int kMoeMaxTopK = 16;
+inline constexpr int kMoeMaxExperts = 1024;
+inline constexpr int kChunkTiles = 2;       // weight tiles that a warp requests at a time
+inline constexpr int kMoeTokenGroup = 8;    // tokens that one pass over a weight tile serves
+inline constexpr int kMoeReduceStages = 4;  // partial sums in flight a team
+
+// Up to so many tokens, quantizing x once a CTA is cheaper than meeting all other CTAs to share the
+// work.
+inline constexpr int kMoeSharedInputTokens = 8;
+
+// Tile counts of the padded matrices.
+struct MoeDecodeShape {
+  int32_t fc1_row_tiles, fc1_k_tiles, fc2_row_tiles, fc2_k_tiles;
+};
+
+#ifdef __CUDACC__
+#define B12X_HOST_DEVICE __host__ __device__
+#else
+#define B12X_HOST_DEVICE
+#endif
+
+B12X_HOST_DEVICE inline int32_t CeilDiv(int32_t a, int32_t b) { return (a + b - 1) / b; }
+
+B12X_HOST_DEVICE inline MoeDecodeShape ShapeOf(int32_t hidden, int32_t intermediate) {
+  // Two row tiles (16 intermediate columns) are one NVFP4 block of the intermediate.
+  return {2 * CeilDiv(intermediate, 16), CeilDiv(hidden, 128), CeilDiv(hidden, 16),
+          CeilDiv(intermediate, 128)};
+}
+
+// Byte offsets of what lies in shared memory; the same on host and device.
+struct MoeDecodeSharedLayout {
+  int32_t ring;    // [warps][stages][2] weight tiles
+  int32_t reduce;  // [reduce stages][warps][32 lanes] float4; the prologue's tables before that
+  int32_t y;       // kOwner: [owned row tiles][rows][16] float
+  int32_t input;   // quantized x [tokens], where it lies here
+  int32_t input_row_bytes;
+  int32_t ring_barriers;    // [warps][stages]
+  int32_t reduce_barriers;  // [2 products][full, empty][warps][reduce stages]
+  int32_t items;            // [items] packed
+  int32_t pair_weight;      // [tokens * top_k] float
+  int32_t pair_row;         // [tokens * top_k] u16
+  int32_t row_token;        // [tokens * top_k] u16
+  int32_t control;          // a few words
+  int32_t bytes;
+};
+
+inline MoeDecodeSharedLayout SharedLayoutOf(int32_t num_tokens, int32_t top_k, int32_t hidden,
+                                            int32_t intermediate, bool input_in_shared,
+                                            const MoeDecodeGeometry& geometry) {
+  const MoeDecodeShape shape = ShapeOf(hidden, intermediate);
+  const int32_t pairs = num_tokens * top_k;
+  MoeDecodeSharedLayout s;
+  s.ring = 0;
+  s.reduce = kMoeDecodeWarps * geometry.stages * kChunkTiles * 1152;
+  s.y = s.reduce + kMoeReduceStages * kMoeDecodeWarps * 512;
+  s.input = s.y + (geometry.fc2_order == Fc2Order::kOwner
+                       ? CeilDiv(shape.fc2_row_tiles, geometry.grid) * pairs * 64
+                       : 0);
+  // 64 bytes more than a multiple of 128: the rows of two tokens meet no bank twice.
+  s.input_row_bytes = shape.fc1_k_tiles * 256 + 64;
+  s.ring_barriers = s.input + (input_in_shared ? num_tokens * s.input_row_bytes : 0);
+  s.reduce_barriers = s.ring_barriers + kMoeDecodeWarps * geometry.stages * 8;
+  s.items = s.reduce_barriers + 4 * kMoeDecodeWarps * kMoeReduceStages * 8;
+  s.pair_weight = s.items + pairs * 4;
+  s.pair_row = s.pair_weight + pairs * 4;
+  s.row_token = s.pair_row + pairs * 2;
+  s.control = CeilDiv(s.row_token + pairs * 2, 16) * 16;
+  s.bytes = s.control + 128;
+  return s;
+}
+
+// How the warps of a CTA form teams: the warps of a team share a row tile along the reduction axis.
+struct TeamShape {
+  int32_t log2_split;  // warps a team, as a power of two
+  int32_t slice;       // tiles of the reduction axis a warp; the last warps may get fewer or none
+  int32_t size;        // warps of a team that have tiles at all
+};
+
+// Everything that follows from shapes and geometry alone, worked out once on the host: the kernel's
+// way to its first load is short.
+struct MoeDecodePlan {
+  MoeDecodeShape shape;
+  TeamShape fc1, fc2;
+  MoeDecodeSharedLayout shared;
+  bool
+      input_in_shared;  // nvfp4: every CTA quantizes x for itself, rather than all of them together
+  uint32_t zero;        // 0, unknown to the compiler; see MoeDecode::release_chunk
+  int32_t owned_tiles;  // kOwner: row tiles that every CTA has ...
+  int32_t owned_remainder;  // ... and how many CTAs have one more
+};
+
+B12X_HOST_DEVICE inline TeamShape TeamShapeOf(int32_t k_tiles, int32_t split) {
+  TeamShape team{};
+  while ((1 << team.log2_split) < split) ++team.log2_split;
+  team.slice = CeilDiv(k_tiles, split);
+  team.size = CeilDiv(k_tiles, team.slice);
+  return team;
+}
+
+inline MoeDecodePlan PlanOf(int32_t num_tokens, int32_t top_k, int32_t hidden, int32_t intermediate,
+                            bool quantized, const MoeDecodeGeometry& geometry) {
+  MoeDecodePlan plan{};
+  plan.shape = ShapeOf(hidden, intermediate);
+  plan.fc1 = TeamShapeOf(plan.shape.fc1_k_tiles, geometry.fc1_split);
+  plan.fc2 = TeamShapeOf(plan.shape.fc2_k_tiles, geometry.fc2_split);
+  plan.input_in_shared = quantized && num_tokens <= kMoeSharedInputTokens;
+  plan.shared =
+      SharedLayoutOf(num_tokens, top_k, hidden, intermediate, plan.input_in_shared, geometry);
+  plan.owned_tiles = plan.shape.fc2_row_tiles / geometry.grid;
+  plan.owned_remainder = plan.shape.fc2_row_tiles % geometry.grid;
+  return plan;
+}
+
+struct MoeDecodeParams {
+  const void* x;              // [num_tokens, hidden], bf16 or fp16
+  const int32_t* topk_ids;    // [num_tokens, top_k]
+  const float* topk_weights;  // [num_tokens, top_k]
+  const uint8_t* w13;         // tiles [num_experts, fc1_row_tiles, fc1_k_tiles]; rows: 8 gate, 8 up
+  const uint8_t* w2;          // tiles [num_experts, fc2_row_tiles, fc2_k_tiles]
+  const float* w13_global;    // [num_experts, 2]
+  const float* w2_global;     // [num_experts]
+  const float* w13_input;  // [] global scale of the quantized input; only the nvfp4 recipe reads it
+  const float* w2_input;   // [num_experts], likewise of the intermediate
+  const float* w13_bias;   // [num_experts, 2 * intermediate] or null
+  const float* w2_bias;    // [num_experts, hidden] or null
+  void* out;               // [num_tokens, hidden], x's type
+  void* h;                 // scratch: 16-bit [num_tokens * top_k, fc2_k_tiles * 128]
+  void* input;             // scratch of nvfp4: bf16 [num_tokens, fc1_k_tiles * 128] (not in_shared)
+  float* y;                // scratch of Fc2Order::kExpert: [num_tokens * top_k, fc2_row_tiles * 16]
+
+  int32_t num_tokens;
+  int32_t hidden;
+  int32_t intermediate;
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t x_is_fp16;
+  Activation activation;
+  float alpha;
+  float limit;
+  MoeDecodeGeometry geometry;
+  MoeDecodePlan plan;
+};
+
+}  // namespace b12x

@@ -1,0 +1,63 @@
+// Copies and loads whose cache behaviour or ordering C++ cannot say.
+#pragma once
+
+#include <cstdint>
+
+namespace b12x::ptx {
+
+// An L2 policy for data that is read once: what is read again (routes, activations, code) stays.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Brings a line to L2, so that a later load does not queue behind everything that is requested
+// meanwhile.
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Starts a copy of `bytes` (a multiple of 16) contiguous bytes to shared memory; `barrier` counts
+// them in.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// A load, from global or shared memory, that may not be moved before a barrier nor become a load of
+// the read-only cache: for data that other CTAs of this launch, or the launch before it, have
+// written.
+__device__ __forceinline__ uint4 load_16(const void* address) {
+  uint4 v;
+  asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+}  // namespace b12x::ptx
