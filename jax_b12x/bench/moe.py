@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from jax_b12x import moe
-from jax_b12x.bench import Progress, data, options
+from jax_b12x import capability, moe
+from jax_b12x.bench import Progress, data, moe_cuda, options
 from jax_b12x.bench import plot as plots
 from jax_b12x.bench.measurement import Environment, Measurement, Report, Value
 from jax_b12x.bench.timing import take_turns
@@ -28,6 +28,7 @@ from jax_b12x.quant import QuantizedTensor, nvfp4
 
 IMPLEMENTATIONS: tuple[moe.Implementation, ...] = ("fused", "split", "dynamic")
 BASELINES = ("oracle", "gather")
+PATHS = (*IMPLEMENTATIONS, *BASELINES, *moe_cuda.BASELINES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--paths",
-        type=options.one_or_more_of((*IMPLEMENTATIONS, *BASELINES)),
-        default=(*IMPLEMENTATIONS, *BASELINES),
+        type=options.one_or_more_of(PATHS),
+        default=PATHS,
         metavar="P,...",
-        help=f"of {', '.join((*IMPLEMENTATIONS, *BASELINES))} (default: all)",
+        help=f"of {', '.join(PATHS)} (default: those that the platform has)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, inputs and routes")
     parser.add_argument(
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
     """Measures every case on the default device."""
     if args.top_k > args.experts:
         raise ValueError(f"--top-k is {args.top_k}; it must be at most --experts ({args.experts})")
+    if capability.current().platform == "cuda":
+        return _report(args, moe_cuda.measure(args, progress))
     measurements: list[Measurement] = []
     for hidden, intermediate in args.shapes:
         rng = np.random.default_rng(args.seed)
@@ -90,6 +93,10 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
             for num_tokens in args.tokens:
                 progress(f"{hidden} x {intermediate}, {recipe}, {num_tokens} tokens")
                 measurements += _measure(args, rng, weights, dense, recipe, num_tokens)
+    return _report(args, measurements)
+
+
+def _report(args: argparse.Namespace, measurements: list[Measurement]) -> Report:
     return Report(
         benchmark="moe",
         arguments={k: v for k, v in vars(args).items() if k not in ("json", "plot", "command")},
@@ -171,7 +178,9 @@ def _gather(
 
 
 def table(report: Report) -> Table:
-    """Returns medians in µs, and how much faster the fastest of ours is than the oracle."""
+    """Returns medians in µs, and how they compare: with the oracle, or on a GPU with the floor."""
+    if moe_cuda.made(report):
+        return moe_cuda.table(report)
     columns = list(dict.fromkeys(m.what for m in report.measurements))
     result = Table(
         title=f"One MoE layer, µs (median)\n{report.environment}",
@@ -199,7 +208,10 @@ def table(report: Report) -> Table:
 
 
 def plot(report: Report, path: str) -> None:
-    """Draws time over tokens, a panel for each shape and recipe."""
+    """Draws time over tokens, a panel for each shape and recipe; on a GPU, time over bytes."""
+    if moe_cuda.made(report):
+        moe_cuda.plot(report, path)
+        return
     plots.times(
         report, path, x="num_tokens", panel=("hidden", "intermediate", "recipe"), dashed=BASELINES
     )
