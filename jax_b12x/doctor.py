@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_b12x import _native, capability, config, moe
+from jax_b12x import __version__, _native, capability, config, moe
 from jax_b12x.capability import DeviceCapability
 
 # What the paths are shown for: decode, small batches and prefill of a layer of a common size.
@@ -207,8 +207,9 @@ def _path(recipe: str, num_tokens: int, device: DeviceCapability) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in ("jax_b12x", "jax", "jaxlib", "numpy", "ml_dtypes", "flax", "cuda-bindings"):
+    # Itself it knows without being installed: a source tree or Bazel's files may be what runs.
+    versions = {"python": platform.python_version(), "jax_b12x": __version__}
+    for name in ("jax", "jaxlib", "numpy", "ml_dtypes", "flax", "cuda-bindings"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
