@@ -43,7 +43,7 @@ xffi::ErrorOr<CombineOperands> DecodeCombine(const xffi::RemainingArgs& args,
                                              const xffi::Dictionary& attrs, int world_size) {
   const auto partial = args.get<xffi::AnyBuffer>(0);
   const auto lse = args.get<xffi::AnyBuffer>(1);
-  const auto out = rets.get<xffi::AnyBuffer>(0);
+  auto out = rets.get<xffi::AnyBuffer>(0);
   const auto axis = attrs.get<int64_t>("heads_axis");
   const auto base_two = attrs.get<int64_t>("base_two");
   const auto return_lse = attrs.get<int64_t>("return_lse");
@@ -82,7 +82,7 @@ xffi::ErrorOr<CombineOperands> DecodeCombine(const xffi::RemainingArgs& args,
   operands.out = (*out)->untyped_data();
   operands.base_two = *base_two != 0;
   if (*return_lse != 0) {
-    const auto out_lse = rets.get<xffi::AnyBuffer>(1);
+    auto out_lse = rets.get<xffi::AnyBuffer>(1);
     if (!out_lse || (*out_lse)->element_type() != xffi::F32 ||
         static_cast<int64_t>((*out_lse)->element_count()) != rows) {
       return Invalid("b12x_dcp_combine: the resulting lse must be f32, one a row");
@@ -108,7 +108,7 @@ xffi::ErrorOr<GatherOperands> DecodeGather(const xffi::RemainingArgs& args,
     const size_t index = operands.tensors.size();
     if (index == 1 && axis < 0) break;
     const auto part = args.get<xffi::AnyBuffer>(index);
-    const auto whole = rets.get<xffi::AnyBuffer>(index);
+    auto whole = rets.get<xffi::AnyBuffer>(index);
     if (!part || !whole || !IsHeadsAxis(*part, axis) || !IsGathered(part->element_type())) {
       return Invalid("b12x_dcp_gather takes tensors of heads: f32, f16, bf16, f8e4m3fn or f8e5m2");
     }
