@@ -78,5 +78,6 @@ def _register(extension: ModuleType, platform: str) -> None:
         built = ".".join(map(str, extension.XLA_FFI_API_VERSION))
         raise NativeError(
             f"{extension.__name__} was built for XLA's FFI API {built}, which is newer than "
-            f"that of jaxlib {metadata.version('jaxlib')}: build it again in this environment ({error})"
+            f"that of jaxlib {metadata.version('jaxlib')}: build it again in this environment "
+            f"({error})"
         ) from error
