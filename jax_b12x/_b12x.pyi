@@ -1,6 +1,6 @@
 """The host extension: CPU kernels as XLA FFI handlers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 XLA_FFI_API_VERSION: tuple[int, int]
@@ -56,5 +56,7 @@ def open_pool(
     places: Sequence[tuple[int, int, int]],
     timeout_ms: int,
     max_bytes: int,
+    publish: Callable[..., None] | None = None,
+    connect: Callable[[int], list[tuple[int, int, int]]] | None = None,
 ) -> NativePool:
-    """Makes and registers a pool."""
+    """Makes and registers a pool; its processes exchange addresses with ``publish, connect``."""

@@ -1,5 +1,6 @@
 #include "ffi/bindings/pool.h"
 
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -38,8 +39,13 @@ std::shared_ptr<ChannelMemory> MemoryOf(const Pool& pool, int64_t id) {
 }
 
 nb::list Records(const Pool& pool) {
+  std::vector<runtime::ChannelRecord> found;
+  {
+    nb::gil_scoped_release release;
+    found = pool.Records();
+  }
   nb::list records;
-  for (const runtime::ChannelRecord& record : pool.Records()) {
+  for (const runtime::ChannelRecord& record : found) {
     const runtime::Channel& channel = *record.channel;
     nb::dict fields;
     fields["id"] = channel.id();
@@ -60,16 +66,18 @@ nb::list Records(const Pool& pool) {
 
 }  // namespace
 
-void ExportPools(nb::module_& module, Pool::MakeMemory (*make_memory)()) {
+void ExportPools(nb::module_& module, Pool::MakeMemory (*make_memory)(runtime::Exchange)) {
   nb::exception<ChannelError>(module, "ChannelError", PyExc_RuntimeError);
+  // A pool's mutex is held while it calls back into Python: nobody may wait for it with Python's
+  // lock.
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Pool>(module, "NativePool")
       .def("records", &Records)
-      .def("bytes", &Pool::bytes)
-      .def("next_id", &Pool::next_id)
+      .def("bytes", &Pool::bytes, Release())
+      .def("next_id", &Pool::next_id, Release())
       .def("retire", &Pool::Retire, nb::arg("first"), nb::arg("reason"), nb::arg("forever"),
-           nb::arg("require_idle"))
-      .def("forget", &Pool::Forget, nb::arg("channel"))
+           nb::arg("require_idle"), Release())
+      .def("forget", &Pool::Forget, nb::arg("channel"), Release())
       .def(
           "quiesce",
           [](const Pool& pool, int64_t id, int rank) { MemoryOf(pool, id)->Quiesce(rank); },
@@ -88,7 +96,7 @@ void ExportPools(nb::module_& module, Pool::MakeMemory (*make_memory)()) {
       [make_memory](std::string name, std::string axis, const std::string& isolation,
                     int world_size, int num_groups,
                     const std::vector<std::tuple<int, int, int>>& places, int64_t timeout_ms,
-                    int64_t max_bytes) {
+                    int64_t max_bytes, nb::object publish, nb::object connect) {
         runtime::PoolOptions options;
         options.name = std::move(name);
         options.axis = std::move(axis);
@@ -100,10 +108,14 @@ void ExportPools(nb::module_& module, Pool::MakeMemory (*make_memory)()) {
         }
         options.timeout_ms = timeout_ms;
         options.max_bytes = max_bytes;
-        return PoolRegistry::Get().Open(std::move(options), make_memory());
+        runtime::Exchange exchange;
+        if (!publish.is_none()) exchange.publish = nb::cast<decltype(exchange.publish)>(publish);
+        if (!connect.is_none()) exchange.connect = nb::cast<decltype(exchange.connect)>(connect);
+        return PoolRegistry::Get().Open(std::move(options), make_memory(std::move(exchange)));
       },
       nb::arg("name"), nb::arg("axis"), nb::arg("isolation"), nb::arg("world_size"),
-      nb::arg("num_groups"), nb::arg("places"), nb::arg("timeout_ms"), nb::arg("max_bytes"));
+      nb::arg("num_groups"), nb::arg("places"), nb::arg("timeout_ms"), nb::arg("max_bytes"),
+      nb::arg("publish") = nb::none(), nb::arg("connect") = nb::none());
   module.def("channel_bytes", &runtime::ChannelBytes, nb::arg("message_bytes"),
              nb::arg("world_size"));
 }

@@ -4,12 +4,14 @@
 
 #include <nanobind/nanobind.h>
 
+#include "ffi/runtime/exchange.h"
 #include "ffi/runtime/pool.h"
 
 namespace b12x::ffi {
 
 // Adds `NativePool` and `open_pool(...)`, whose channels get their memory from `make_memory`.
-void ExportPools(nanobind::module_& module, runtime::Pool::MakeMemory (*make_memory)());
+void ExportPools(nanobind::module_& module,
+                 runtime::Pool::MakeMemory (*make_memory)(runtime::Exchange));
 
 }  // namespace b12x::ffi
 

@@ -123,7 +123,7 @@ void MeetingPlace::Quiesce(int rank) {
 void MeetingPlace::CloseImports(int /*rank*/) {}
 void MeetingPlace::FreeExports(int /*rank*/) {}
 
-Pool::MakeMemory MakeMeetingPlaces() {
+Pool::MakeMemory MakeMeetingPlaces(Exchange /*exchange*/) {
   return [](const Pool& pool, int64_t /*id*/, const ChannelSpec& /*spec*/) {
     const PoolOptions& options = pool.options();
     return std::make_shared<MeetingPlace>(options.name, options.world_size, options.timeout_ms);

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/runtime/exchange.h"
 #include "ffi/runtime/pool.h"
 
 namespace b12x::runtime {
@@ -70,7 +71,8 @@ class MeetingPlace : public ChannelMemory, public std::enable_shared_from_this<M
   uint64_t serials_ = 0;
 };
 
-Pool::MakeMemory MakeMeetingPlaces();
+// Ranks of one process: there is nothing to exchange.
+Pool::MakeMemory MakeMeetingPlaces(Exchange exchange);
 
 }  // namespace b12x::runtime
 

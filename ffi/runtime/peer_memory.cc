@@ -61,12 +61,15 @@ class PeerWords {
   std::vector<comm::ChannelStatus*> free_;
 };
 
-PeerMemory::PeerMemory(std::shared_ptr<PeerWords> words, const PoolOptions& options,
-                       int64_t message_bytes)
-    : words_(std::move(words)), timeout_ms_(options.timeout_ms) {
+PeerMemory::PeerMemory(std::shared_ptr<PeerWords> words, const PoolOptions& options, int64_t id,
+                       const ChannelSpec& spec, Exchange exchange)
+    : words_(std::move(words)),
+      timeout_ms_(options.timeout_ms),
+      id_(id),
+      exchange_(std::move(exchange)) {
   RelaxedCapture relaxed;
   const int64_t slot_bytes =
-      (message_bytes + comm::kPacketBytes - 1) / comm::kPacketBytes * comm::kPacketBytes;
+      (spec.bytes + comm::kPacketBytes - 1) / comm::kPacketBytes * comm::kPacketBytes;
   const int64_t slots_bytes = comm::kBuffers * (options.world_size - 1) * slot_bytes;
   // The destructor does not run when this throws: what was taken is given back here.
   try {
@@ -94,16 +97,46 @@ PeerMemory::PeerMemory(std::shared_ptr<PeerWords> words, const PoolOptions& opti
       DeviceGuard device(slab.place.ordinal);
       CudaCheck(cudaMemset(slab.data, 0, comm::kHeaderBytes), "cudaMemset");
       CudaCheck(cudaMemset(slab.data + comm::kHeaderBytes, 0xFF, slots_bytes), "cudaMemset");
-      CudaCheck(cudaMemcpy(slab.data + offsetof(comm::ChannelHeader, view), &view, sizeof(view),
-                           cudaMemcpyHostToDevice),
-                "cudaMemcpy");
+      Upload(slab);
       // Peers may push as soon as we return.
       CudaCheck(cudaStreamSynchronize(cudaStreamLegacy), "cudaStreamSynchronize");
+    }
+    if (exchange_.publish != nullptr) {
+      std::vector<std::tuple<int, uintptr_t>> offered;
+      for (const Slab& slab : slabs_) {
+        offered.emplace_back(slab.place.ordinal, reinterpret_cast<uintptr_t>(slab.data));
+      }
+      exchange_.publish(id, spec.op, spec.program, spec.site, spec.lane, spec.bytes, offered);
+    } else {
+      connected_.store(true, std::memory_order_release);
     }
   } catch (...) {
     for (const Slab& slab : slabs_) cudaFree(slab.data);
     throw;
   }
+}
+
+void PeerMemory::Upload(const Slab& slab) {
+  DeviceGuard device(slab.place.ordinal);
+  CudaCheck(cudaMemcpy(slab.data + offsetof(comm::ChannelHeader, view), &slab.view,
+                       sizeof(slab.view), cudaMemcpyHostToDevice),
+            "cudaMemcpy");
+}
+
+void PeerMemory::ConnectNow() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (connected_.load(std::memory_order_relaxed)) return;
+  RelaxedCapture relaxed;
+  const auto found = exchange_.connect(id_);
+  for (Slab& slab : slabs_) {
+    for (const auto& [ordinal, rank, address] : found) {
+      if (ordinal == slab.place.ordinal) {
+        slab.view.slabs[rank] = reinterpret_cast<unsigned char*>(address);
+      }
+    }
+    Upload(slab);
+  }
+  connected_.store(true, std::memory_order_release);
 }
 
 // Slabs are freed by the teardown, or withheld by it on purpose.
@@ -137,7 +170,8 @@ void PeerMemory::Quiesce(int rank) {
   }
 }
 
-// Peers of one process reach each other's memory without mapping it.
+// Peers of one process reach each other's memory without mapping it; what was mapped of other
+// processes is unmapped by whoever mapped it.
 void PeerMemory::CloseImports(int /*rank*/) {}
 
 void PeerMemory::FreeExports(int rank) {
@@ -167,12 +201,13 @@ std::string PeerMemory::Fault() const {
   return "";
 }
 
-Pool::MakeMemory MakePeerMemory() {
+Pool::MakeMemory MakePeerMemory(Exchange exchange) {
   // One for the pool that this is made for, when it needs its first channel.
   auto words = std::make_shared<std::shared_ptr<PeerWords>>();
-  return [words](const Pool& pool, int64_t /*id*/, const ChannelSpec& spec) {
+  return [words, exchange = std::move(exchange)](const Pool& pool, int64_t id,
+                                                 const ChannelSpec& spec) {
     if (*words == nullptr) *words = std::make_shared<PeerWords>(pool.options().places);
-    return std::make_shared<PeerMemory>(*words, pool.options(), spec.bytes);
+    return std::make_shared<PeerMemory>(*words, pool.options(), id, spec, exchange);
   };
 }
 

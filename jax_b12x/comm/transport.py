@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -56,6 +57,8 @@ def choose(topology: Topology, asked: TransportName | None) -> Transport:
         return Transport("xla")
     natural, obstacle = _natural(topology)
     if asked is None:
+        if natural == "ipc" and not obstacle:
+            obstacle = "channels between processes are used only when asked for: transport='ipc'"
         return Transport("xla", obstacle) if obstacle else Transport(natural)
     if asked != natural:
         raise TransportError(
@@ -88,4 +91,6 @@ def _natural(topology: Topology) -> tuple[TransportName, str]:
     if name == "peer":
         ordinals = [place.ordinal for place in topology.places]
         return name, str(extension.peer_obstacle(ordinals))
-    return name, "several processes cannot share GPU memory yet"
+    if importlib.util.find_spec("cuda.bindings") is None:
+        return name, "cuda-python is missing (`pip install jax_b12x[cuda]`)"
+    return name, ""
