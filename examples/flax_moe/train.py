@@ -52,7 +52,7 @@ class TrainConfig:
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
     dropout: float = 0.2
-    average: float = 0.998
+    average: float = 0.995
     qat_fraction: float = 0.2
     dtype: str = "bfloat16"
     seed: int = 0
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True, help="where the checkpoint goes")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--minutes", type=float, default=60.0, help="stop here if it comes first")
     parser.add_argument("--evaluations", type=int, default=20, help="how often to validate")
     parser.add_argument(
@@ -309,7 +309,11 @@ def main(argv: list[str] | None = None) -> None:
         minutes=options.minutes,
         evaluations=options.evaluations,
     )
-    record["command"] = "python -m examples.flax_moe.train " + " ".join(argv or sys.argv[1:])
+    # Where the checkpoint lay on that machine is nobody's business later on.
+    arguments = [
+        "DIR" if argument == str(options.out) else argument for argument in argv or sys.argv[1:]
+    ]
+    record["command"] = "python -m examples.flax_moe.train " + " ".join(arguments)
     record["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     record["jax"] = jax.__version__
     print(record, flush=True)

@@ -28,7 +28,7 @@ def test_the_shipped_model_predicts_the_held_out_text(shipped, text):
     bits = score.bits_per_byte(model, text.held_out[:4096], batch=4)
     # The beginning of Ruth is not as hard as every other part of what was recorded.
     assert bits < 1.1 * record["held_out_bits_per_byte_bf16"]
-    assert bits < 2.0
+    assert bits < 1.7
 
 
 def test_the_shipped_models_scales_were_calibrated(shipped):
@@ -46,7 +46,7 @@ def test_the_shipped_model_writes_the_same_with_and_without_drafts(shipped, text
         plain = generator.generate(prompt, 60, speculative=False)
         drafted = generator.generate(prompt, 60, statistics=statistics)
         np.testing.assert_array_equal(drafted, plain)
-    assert statistics.acceptance > 0.3
+    assert statistics.acceptance > 0.4
     assert statistics.tokens_per_step > 1.9
 
 
