@@ -1,11 +1,23 @@
-"""Launch geometry that was measured to be the fastest on an H200, by shape; rules serve the rest.
+"""Launch geometry that was the fastest of those tried on an H200, by shape; rules serve the rest.
 
-``geometry_cuda.py`` looks here first. A line is made by ``tools/tune_moe_cuda.py``, which times the
-candidates in captured chains of layers.
+``geometry_cuda.py`` looks here first. Candidates were timed in chains of layers in CUDA graphs.
 """
 
 from __future__ import annotations
 
 # (hidden, intermediate, num_experts, top_k, num_tokens, quantized activations):
 # (stages, fc1_split, fc2_split, fc2_order)
-MEASURED: dict[tuple[int, int, int, int, int, bool], tuple[int, int, int, int]] = {}
+MEASURED: dict[tuple[int, int, int, int, int, bool], tuple[int, int, int, int]] = {
+    (2048, 768, 128, 8, 1, False): (5, 8, 1, 0),
+    (2048, 768, 128, 8, 1, True): (5, 4, 1, 0),
+    (2048, 768, 128, 8, 8, False): (2, 2, 1, 0),
+    (2048, 768, 128, 8, 8, True): (2, 2, 1, 0),
+    (2048, 768, 128, 8, 64, False): (3, 1, 1, 1),
+    (2048, 768, 128, 8, 64, True): (3, 1, 1, 1),
+    (4096, 1408, 128, 8, 1, False): (5, 4, 1, 0),
+    (4096, 1408, 128, 8, 1, True): (5, 2, 1, 0),
+    (4096, 1408, 128, 8, 64, False): (2, 1, 1, 1),
+    (4096, 1408, 128, 8, 64, True): (3, 2, 1, 1),
+    (6144, 256, 256, 8, 1, False): (4, 8, 1, 0),
+    (6144, 256, 256, 8, 1, True): (4, 8, 1, 0),
+}
