@@ -129,20 +129,9 @@ def quantize(x: jax.Array, global_scale: jax.typing.ArrayLike = 1.0) -> Quantize
 def _quantize(x: jax.Array, global_scale: jax.typing.ArrayLike) -> QuantizedTensor:
     x_blocks = blocks.split(x, BLOCK, "NF3")
     g = blocks.global_scale_array(global_scale, x_blocks.shape[:-2])
-    usable = blocks.usable_global_scale(g)[..., None]
-    amax = blocks.amax(x_blocks)
-    nan = softfloat.is_nan(amax)
-    scale = e4m3.encode(softfloat.divide(amax, usable))
-    unusable = (softfloat.to_bits(usable) == 0) & ~nan
-    scale = jnp.where(unusable, jnp.zeros_like(scale), scale)
-    step = blocks.spread(softfloat.multiply_short(e4m3.decode(scale), usable), BLOCK)
-    elements = blocks.join(x_blocks)
-    # An infinity saturates whatever the step is, and infinity / infinity would be NaN.
-    infinite = softfloat.magnitude_bits(elements) == np.uint32(0x7F800000)
-    codes = encode(jnp.where(infinite, elements, softfloat.divide(elements, step)))
-    # The step is 0 just where the scale is: where it is not, it is at least the smallest subnormal.
-    empty = softfloat.is_nan(step) | (softfloat.magnitude_bits(step) == 0)
-    codes = jnp.where(empty, np.uint8(ZERO), codes)
+    scale = blocks.relative_to_global_scale(blocks.amax(x_blocks), g)
+    ratio, empty = blocks.quotients(x_blocks, scale, g)
+    codes = jnp.where(empty, np.uint8(ZERO), encode(ratio))
     return QuantizedTensor(pack(codes), scale, g, "nf3")
 
 

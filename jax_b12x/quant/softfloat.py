@@ -6,6 +6,20 @@ the rounded reciprocal, and its GPU backend divides to within two units in the l
 float is taken apart into integers, and a hardware division is only the first guess at a quotient
 that integers then correct. The result is rounded to nearest even, subnormal numbers included, with
 and without ``jit``.
+
+Integers alone are not enough. XLA's CPU backend runs with subnormal numbers read as zero but does
+not tell LLVM so, and LLVM takes ``to_bits(x) & 0x7FFFFFFF == 0`` for ``x == 0.0``, which is then
+true of subnormal numbers. Whether it does depends on how XLA happened to fuse: the same function
+can be right in one program and wrong in the next. Two rules keep clear of it, here and in the
+formats:
+
+* bits that were a float's are never compared with zero, neither ``== 0`` nor ``> 0``: whether a
+  number is zero is asked of its normalized mantissa (:func:`is_zero`), and a range that leaves zero
+  out is one unsigned comparison (:func:`is_positive_and_finite`);
+* a number that may be subnormal is chosen, spread and stored as bits.
+
+Comparing bits with infinity, with the smallest normal number or with any other is safe: the float
+comparison that it may become gives the same answer with subnormal numbers read as zero.
 """
 
 from __future__ import annotations
@@ -20,6 +34,7 @@ _INF = np.uint32(0x7F800000)
 _NAN = np.uint32(0x7FC00000)
 _SIGN = np.uint32(0x80000000)
 _IMPLICIT_ONE = np.uint32(1 << 23)
+_ONE = np.uint32(0x3F800000)
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -46,6 +61,22 @@ def is_normal(x: jax.Array) -> jax.Array:
     """Tells where ``x: f32[...]`` is finite and neither zero nor subnormal."""
     bits = magnitude_bits(x)
     return (bits >= _IMPLICIT_ONE) & (bits < _INF)
+
+
+def is_positive_and_finite(bits: jax.Array) -> jax.Array:
+    """Tells where ``bits: uint32[...]`` are a positive finite float's, subnormal or normal."""
+    return bits - np.uint32(1) < _INF - np.uint32(1)
+
+
+def is_zero(x: jax.Array) -> jax.Array:
+    """Tells where ``x: f32[...]`` is 0 or -0; a subnormal number is not."""
+    bits = magnitude_bits(x)
+    return (bits < _INF) & _lacks_leading_one(_decompose(jnp.where(bits < _INF, bits, 0))[0])
+
+
+def _lacks_leading_one(mantissa: jax.Array) -> jax.Array:
+    """Tells where a mantissa of :func:`_decompose` is zero, in a way that LLVM sees no float in."""
+    return mantissa < _IMPLICIT_ONE
 
 
 def _decompose(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,7 +132,9 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     xb, yb = magnitude_bits(x), magnitude_bits(y)
     x_finite, y_finite = xb < _INF, yb < _INF
     a, ea = _decompose(jnp.where(x_finite, xb, 0))
-    b, eb = _decompose(jnp.where(y_finite & (yb > 0), yb, np.uint32(0x3F800000)))
+    b, eb = _decompose(jnp.where(y_finite, yb, _ONE))
+    x_zero, y_zero = x_finite & _lacks_leading_one(a), _lacks_leading_one(b)
+    b = jnp.where(y_zero, _IMPLICIT_ONE, b)
     # The quotient of the mantissas, below 2, with 25 fraction bits: guess, then correct by the
     # exact remainder, which is small, so that arithmetic modulo 2**32 gives it.
     divisor = b.astype(jnp.float32)
@@ -117,10 +150,10 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
     quotient = guess + lax.bitcast_convert_type(step, jnp.uint32)
     sticky = (remainder != 0).astype(jnp.uint32)
     bits = _compose((quotient << np.uint32(1)) | sticky, ea - eb - 26)
-    bits = jnp.where(a == 0, np.uint32(0), bits)
-    bits = jnp.where(x_finite & (yb > 0), bits, _INF)
+    bits = jnp.where(x_zero, np.uint32(0), bits)
+    bits = jnp.where(x_finite & ~y_zero, bits, _INF)
     bits = jnp.where(y_finite, bits, np.uint32(0))
-    nan = (xb > _INF) | (yb > _INF) | ((xb == _INF) & (yb == _INF)) | ((xb == 0) & (yb == 0))
+    nan = (xb > _INF) | (yb > _INF) | ((xb == _INF) & (yb == _INF)) | (x_zero & y_zero)
     return _finish(bits, x, y, nan)
 
 
@@ -137,11 +170,13 @@ def multiply_short(x: jax.Array, y: jax.Array) -> jax.Array:
     """
     x, y = jnp.broadcast_arrays(x, y)
     xb, yb = magnitude_bits(x), magnitude_bits(y)
-    finite = (xb < _INF) & (yb < _INF)
-    a, ea = _decompose(jnp.where(finite, xb, 0))
-    b, eb = _decompose(jnp.where(finite, yb, 0))
+    x_finite, y_finite = xb < _INF, yb < _INF
+    a, ea = _decompose(jnp.where(x_finite, xb, _ONE))
+    b, eb = _decompose(jnp.where(y_finite, yb, _ONE))
+    zero = _lacks_leading_one(a) | _lacks_leading_one(b)
+    finite = x_finite & y_finite
     bits = jnp.where(finite, _compose((a >> np.uint32(17)) * b, ea + 17 + eb), _INF)
-    nan = (xb > _INF) | (yb > _INF) | (~finite & ((xb == 0) | (yb == 0)))
+    nan = (xb > _INF) | (yb > _INF) | (~finite & zero)
     return _finish(bits, x, y, nan)
 
 
