@@ -48,7 +48,7 @@ def test_e4m3_encodes_to_the_nearest_value_and_saturates(mode, x):
 
 
 def test_e4m3_encodes_as_ml_dtypes_does_where_that_does_not_overflow():
-    x = np.random.default_rng().standard_normal(100_000).astype(np.float32) * 100
+    x = np.random.default_rng(14).standard_normal(100_000).astype(np.float32) * 100
     x = x[np.abs(x) <= e4m3.MAX]
     expected = x.astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(e4m3.encode(x).view(np.uint8), expected.view(np.uint8))
