@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 from jax_b12x import config
 from jax_b12x.bench.measurement import Report
 
-RESULTS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+DOCS = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = (DOCS / "benchmarks", DOCS.parent / "benchmarks" / "results")
 
 
-class EnvironmentVariables(Directive):
+class EnvironmentVariables(SphinxDirective):
     """``environment-variables``: a table of every variable in ``jax_b12x/config.py``."""
 
     def run(self) -> list[nodes.Node]:
         """Returns the table."""
+        self.env.note_reread()
         rows = [
             (
                 f"`{variable.name}`",
@@ -32,19 +37,38 @@ class EnvironmentVariables(Directive):
         return [table(("variable", "allowed", "default", "meaning"), rows, (22, 22, 12, 44))]
 
 
-class BenchmarkResults(Directive):
-    """``benchmark-results``: the reports in ``docs/benchmarks``, each as a table, times in µs."""
+class BenchmarkResults(SphinxDirective):
+    """``benchmark-results``: every committed report as a table, times in µs, and its plot."""
 
     def run(self) -> list[nodes.Node]:
         """Returns a section for each report."""
-        files = sorted(RESULTS.glob("*.json"))
+        self.env.note_reread()
+        files = [file for folder in RESULTS for file in sorted(folder.glob("*.json"))]
         if not files:
             return [nodes.paragraph("", nodes.Text("No results have been committed yet."))]
         return [_report(file) for file in files]
 
 
 def _report(file: pathlib.Path) -> nodes.section:
-    report = Report.from_json(file.read_text())
+    data = json.loads(file.read_text())
+    if "measurements" in data:
+        where, head, rows = _of_the_package(Report.from_json(file.read_text()))
+    else:
+        where, head, rows = _of_the_kernels(data)
+    section = nodes.section(ids=[nodes.make_id(file.stem)])
+    section += nodes.title("", f"{data['benchmark']}: {file.stem}")
+    section += nodes.paragraph("", f"{where} Medians in µs.")
+    plot = file.with_suffix(".png")
+    if plot.exists():
+        section += nodes.image(
+            uri=os.path.relpath(plot, DOCS), alt=f"{data['benchmark']} as a plot", width="100%"
+        )
+    section += table(head, rows, [1] * len(head))
+    return section
+
+
+def _of_the_package(report: Report) -> tuple[str, list[str], list[list[str]]]:
+    """Returns where a report of ``python -m jax_b12x bench`` was made, and its table."""
     cases = list(report.rows())
     columns = list(dict.fromkeys(name for case, _ in cases for name in case))
     timed = list(dict.fromkeys(name for _, measured in cases for name in measured))
@@ -55,11 +79,22 @@ def _report(file: pathlib.Path) -> nodes.section:
         ]
         for case, measured in cases
     ]
-    section = nodes.section(ids=[nodes.make_id(file.stem)])
-    section += nodes.title("", f"{report.benchmark}: {file.stem}")
-    section += nodes.paragraph("", f"{report.environment}. Medians in µs.")
-    section += table([*columns, *timed], rows, [1] * (len(columns) + len(timed)))
-    return section
+    return f"{report.environment}.", [*columns, *timed], rows
+
+
+def _of_the_kernels(data: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """Returns the same of kernels that were timed without JAX around them."""
+    columns = [name for name, value in data["rows"][0].items() if not isinstance(value, dict)]
+    timed = list(dict.fromkeys(name for row in data["rows"] for name in row["paths"]))
+    rows = [
+        [
+            *(f"{row.get(name, '')}" for name in columns),
+            *(f"{row['paths'][name]['us']:,.1f}" if name in row["paths"] else "" for name in timed),
+        ]
+        for row in data["rows"]
+    ]
+    where = f"{data['date']}; {data['hardware']}. {data['method']}"
+    return where, [*columns, *timed], rows
 
 
 def _as_typed(value: object) -> str:
