@@ -96,9 +96,10 @@ def test_a_program_that_raises_before_the_call_does_not_hang_the_other_rank(kind
             x = jax.pure_callback(explode, jax.typeof(x), x, rank)
             return kind.call(x, pool)
 
+        step = on_each(mesh, body).lower(parts).compile()
         begun = time.monotonic()
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"planted|rank 1 did not arrive"):
-            jax.block_until_ready(on_each(mesh, body)(parts))
+            jax.block_until_ready(step(parts))
         # Whichever error came first, the channel's own follows in time.
         while not any(record.state == "poisoned" for record in pool.records()):
             assert time.monotonic() - begun < TIMEOUT + 1
@@ -106,6 +107,26 @@ def test_a_program_that_raises_before_the_call_does_not_hang_the_other_rank(kind
         with pytest.raises(comm.ChannelError, match="rank 1 did not arrive"):
             pool.check()
     dispatch.runtime_tokens.clear()  # JAX would report the planted error again when it exits
+
+
+@every_kind
+@pytest.mark.multigpu
+def test_a_program_of_many_lost_calls_ends_soon(kind):
+    """Each call site has a channel of its own; they must not wait one timeout after another."""
+    mesh = mesh_of(2, "gpu")
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp", timeout=TIMEOUT) as pool:
+
+        def body(x):
+            for _ in range(50):
+                x = lost(kind, pool)(x)
+            return x
+
+        step = on_each(mesh, body).lower(parts).compile()
+        begun = time.monotonic()
+        with pytest.raises(comm.ChannelError, match="rank 1 did not arrive"):
+            pool.block_until_ready(step(parts))
+        assert time.monotonic() - begun < TIMEOUT + 1
 
 
 @every_kind

@@ -152,3 +152,29 @@ def test_a_program_compiled_again_never_gets_the_channel_of_a_living_one(kind, p
         assert pool.bytes == bytes_before
         assert_same_bits(keeper(parts), expected)
         assert [record.state for record in pool.records() if record.id == held] == ["leased"]
+
+
+@every_kind
+@pytest.mark.multigpu
+def test_two_hundred_programs_leave_device_memory_as_it_was(kind):
+    from cuda.bindings import runtime
+
+    def used():
+        bytes_used = []
+        for ordinal in range(2):
+            runtime.cudaSetDevice(ordinal)
+            _, free, total = runtime.cudaMemGetInfo()
+            bytes_used.append(total - free)
+        return bytes_used
+
+    mesh = mesh_of(2, "gpu")
+    parts = random_parts(0, mesh, (300_000,), jnp.float32)
+    with kind.pool(mesh, "tp", timeout=20) as pool:
+        for cycle in range(200):
+            step = on_each(mesh, lambda x: kind.call(x, pool) + 0)
+            jax.block_until_ready(step(parts))
+            step.clear_cache()
+            del step
+            if cycle == 2:  # the first ones load modules
+                before = used()
+        assert used() == before

@@ -54,7 +54,7 @@ def test_programs_from_the_persistent_cache_work_in_a_new_process(tmp_path):
             [sys.executable, str(script), str(tmp_path / "cache")],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=250,
             env=os.environ,
         )
         assert done.returncode == 0, done.stdout + done.stderr
