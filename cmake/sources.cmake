@@ -33,17 +33,19 @@ set(B12X_RUNTIME_SOURCES
 # What both modules have of pools and calls: each is compiled into both.
 set(B12X_CHANNEL_SOURCES
     ffi/bindings/pool.cc
-    ffi/handlers/channel_call.cc)
+    ffi/handlers/channel_call.cc
+    ffi/handlers/dcp_operands.cc)
 # The module `_b12x`: FFI handlers of the `cpu` platform.
 set(B12X_MODULE_SOURCES
     ffi/module.cc
     ffi/handlers/channel_call_cpu.cc
     ffi/handlers/comm_cpu.cc
     ffi/handlers/dcp_cpu.cc
-    ffi/handlers/dcp_operands.cc
     ffi/handlers/moe_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
 set(B12X_CUDA_SOURCES
+    cuda/kernels/dcp_combine.cu
+    cuda/kernels/dcp_gather.cu
     cuda/kernels/oneshot_all_reduce.cu
     cuda/kernels/oneshot_all_reduce_rms_norm.cu
     cuda/kernels/read_bandwidth.cu
@@ -53,7 +55,9 @@ set(B12X_CUDA_SOURCES
 # The module `_b12x_cuda`: FFI handlers of the `CUDA` platform, compiled by the C++ compiler.
 set(B12X_CUDA_MODULE_SOURCES
     ffi/module_cuda.cc
+    ffi/handlers/channel_call_cuda.cc
     ffi/handlers/comm_cuda.cc
+    ffi/handlers/dcp_cuda.cc
     ffi/handlers/moe_cuda.cc
     ffi/handlers/read_bandwidth_cuda.cc
     ffi/runtime/peer_memory.cc)

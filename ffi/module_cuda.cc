@@ -16,6 +16,7 @@ namespace {
 
 void Fill(b12x::ffi::Registry& registry) {
   b12x::ffi::RegisterCommCuda(registry);
+  b12x::ffi::RegisterDcpCuda(registry);
   b12x::ffi::RegisterMoeCuda(registry);
   b12x::ffi::RegisterReadBandwidthCuda(registry);
 }

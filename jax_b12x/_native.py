@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+from importlib import metadata
 from types import ModuleType
 
 import jax
@@ -66,7 +67,17 @@ def _register_all() -> None:
 
 def _register(extension: ModuleType, platform: str) -> None:
     targets, types = extension.ffi_registry()
-    for name, registration in types.items():
-        jax.ffi.register_ffi_type(name, registration, platform=platform)
-    for name, stages in targets.items():
-        jax.ffi.register_ffi_target(name, stages, platform=platform)
+    try:
+        for name, registration in types.items():
+            jax.ffi.register_ffi_type(name, registration, platform=platform)
+        for name, stages in targets.items():
+            jax.ffi.register_ffi_target(name, stages, platform=platform)
+    except jax.errors.JaxRuntimeError as error:
+        if "API version" not in str(error):
+            raise
+        built = ".".join(map(str, extension.XLA_FFI_API_VERSION))
+        raise NativeError(
+            f"{extension.__name__} was built for XLA's FFI API {built}, which is newer than "
+            f"that of jaxlib {metadata.version('jaxlib')}: build it again in this environment "
+            f"({error})"
+        ) from error

@@ -2,9 +2,11 @@
 
 import ast
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import jaxlib
+import pytest
 
 import jax_b12x
 from jax_b12x import _native
@@ -46,3 +48,21 @@ def names_in(body):
 
 def public(owner):
     return {name for name in dir(owner) if not name.startswith("_")}
+
+
+def test_an_extension_that_is_newer_than_jaxlib_says_how_to_mend_it(monkeypatch):
+    # The words are those of jaxlib 0.10.2 about an extension that was built for jaxlib 0.11.2.
+    def refuse(name, stages, platform):
+        raise jax.errors.JaxRuntimeError(
+            f"INVALID_ARGUMENT: XLA FFI handler registration for {name} failed because the "
+            "handler's API version (0.4) is incompatible with the framework's API version (0.3)."
+        )
+
+    newer = SimpleNamespace(
+        __name__="jax_b12x._b12x",
+        XLA_FFI_API_VERSION=(0, 4),
+        ffi_registry=lambda: ({"b12x_moe": {}}, {}),
+    )
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    with pytest.raises(_native.NativeError, match=r"FFI API 0\.4, which is newer.*build it again"):
+        _native._register(newer, "cpu")

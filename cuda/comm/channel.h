@@ -53,6 +53,18 @@ struct ChannelHeader {
 };
 static_assert(sizeof(ChannelHeader) <= kHeaderBytes);
 
+enum class FloatType { kF32, kF16, kBF16 };
+
+inline constexpr int64_t ByteWidth(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
+
+// Where a call finds its channel: in `view`, or, when there is a token, in what the token points
+// to.
+struct ChannelRef {
+  ChannelView view;
+  const void* token = nullptr;
+  int32_t world_size = 0;
+};
+
 // The slot of `source` in the slab of `reader`; a rank has none in its own.
 inline constexpr int64_t SlotOffset(int64_t slot_bytes, int world_size, uint32_t epoch, int reader,
                                     int source) {

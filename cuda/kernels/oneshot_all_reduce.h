@@ -10,18 +10,6 @@
 
 namespace b12x::comm {
 
-enum class FloatType { kF32, kF16, kBF16 };
-
-inline constexpr int64_t ByteWidth(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
-
-// Where a call finds its channel: in `view`, or, when there is a token, in what the token points
-// to.
-struct ChannelRef {
-  ChannelView view;
-  const void* token = nullptr;
-  int32_t world_size = 0;
-};
-
 // out[i] = sum over the ranks of x[i], in fp32 in rank order, rounded once.
 cudaError_t LaunchAllReduce(FloatType type, const void* x, void* out, int64_t count,
                             const ChannelRef& channel, cudaStream_t stream);

@@ -1,13 +1,8 @@
-// The collectives on the `CUDA` platform: decodes operands, finds the channel, launches one kernel.
-//
-// *initialize* runs before every execution, of captured programs as well: it refuses a channel that
-// a device has reported a timeout on. *execute* may run under capture.
+// The all-reduces on the `CUDA` platform: decodes operands, finds the channel, launches one kernel.
 #include <cuda_runtime_api.h>
 
-#include <string>
-
 #include "cuda/kernels/oneshot_all_reduce.h"
-#include "ffi/handlers/channel_call.h"
+#include "ffi/handlers/channel_call_cuda.h"
 #include "ffi/handlers/families.h"
 #include "ffi/runtime/peer_memory.h"
 #include "xla/ffi/api/ffi.h"
@@ -17,71 +12,7 @@ namespace {
 
 namespace xffi = xla::ffi;
 
-xffi::Error Launched(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return xffi::Error::Success();
-  return xffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(error));
-}
-
 xffi::Error Invalid(const char* message) { return xffi::Error::InvalidArgument(message); }
-
-bool ToFloatType(xffi::DataType type, comm::FloatType* result) {
-  switch (type) {
-    case xffi::F32:
-      *result = comm::FloatType::kF32;
-      return true;
-    case xffi::F16:
-      *result = comm::FloatType::kF16;
-      return true;
-    case xffi::BF16:
-      *result = comm::FloatType::kBF16;
-      return true;
-    default:
-      return false;
-  }
-}
-
-runtime::PeerMemory& MemoryOf(const ChannelCall& call) {
-  return static_cast<runtime::PeerMemory&>(call.lease->channel().memory());
-}
-
-xffi::Error Initialize(ChannelCall* call, xffi::Dictionary) {
-  if (!call->lease.has_value()) return xffi::Error::Success();  // its order was looked at
-  runtime::Channel& channel = call->lease->channel();
-  channel.Check(call->pool->options().name);
-  if (!channel.refused()) {
-    try {
-      MemoryOf(*call).Connect();
-      return xffi::Error::Success();
-    } catch (const std::exception& error) {
-      return ToError(error);
-    }
-  }
-  return xffi::Error(channel.poisoned() ? xffi::ErrorCode::kDeadlineExceeded
-                                        : xffi::ErrorCode::kFailedPrecondition,
-                     channel.refusal());
-}
-
-// Where the call finds its channel, and the largest message that it may send. A call of an ordered
-// program passes its token on in place.
-xffi::Error FindChannel(const ChannelCall& call, int32_t device, xffi::RemainingArgs args,
-                        xffi::RemainingRets rets, size_t num_args, size_t num_rets,
-                        cudaStream_t stream, comm::ChannelRef* channel) {
-  channel->world_size = call.pool->options().world_size;
-  if (call.lease.has_value()) {
-    channel->view = MemoryOf(call).ViewOf(device);
-    return xffi::Error::Success();
-  }
-  auto token = args.get<xffi::AnyBuffer>(num_args);
-  auto passed_on = rets.get<xffi::AnyBuffer>(num_rets);
-  if (!token || !passed_on) return Invalid("an ordered call needs its order token");
-  if (xffi::Error error = CheckToken(*token); error.failure()) return error;
-  if (xffi::Error error = CheckToken(**passed_on); error.failure()) return error;
-  channel->token = token->untyped_data();
-  if ((*passed_on)->untyped_data() == token->untyped_data()) return xffi::Error::Success();
-  return Launched(cudaMemcpyAsync((*passed_on)->untyped_data(), token->untyped_data(),
-                                  token->size_bytes(), cudaMemcpyDeviceToDevice, stream),
-                  "passing the order token on");
-}
 
 xffi::Error OpenOrder(cudaStream_t stream, ChannelCall* call, int32_t device,
                       xffi::Result<xffi::AnyBuffer> token, xffi::Dictionary) {
@@ -175,7 +106,7 @@ xffi::Error AllReduceRmsNorm(cudaStream_t stream, ChannelCall* call, int32_t dev
 XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(
-    kInitialize, Initialize,
+    kInitialize, InitializeChannelCall,
     xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>().Ctx<xffi::State<ChannelCall>>().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kOpenOrder, OpenOrder,

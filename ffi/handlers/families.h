@@ -9,6 +9,7 @@ namespace b12x::ffi {
 void RegisterCommCpu(Registry& registry);
 void RegisterCommCuda(Registry& registry);
 void RegisterDcpCpu(Registry& registry);
+void RegisterDcpCuda(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
 void RegisterMoeCuda(Registry& registry);
 void RegisterReadBandwidthCuda(Registry& registry);

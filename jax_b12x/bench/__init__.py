@@ -43,6 +43,7 @@ class Benchmark(Protocol):
 # Name on the command line: the module, imported only when it is called for, and a line of help.
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "comm": ("jax_b12x.bench.comm", "one-shot all-reduce beside lax.psum"),
+    "dcp": ("jax_b12x.bench.dcp", "exchanges of decode context parallelism beside lax.all_to_all"),
     "moe": ("jax_b12x.bench.moe", "one mixture-of-experts layer against what JAX has"),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,9 @@ from rich.table import Table
 from jax_b12x import comm
 from jax_b12x.bench import Progress, options, timing
 from jax_b12x.bench import plot as plot_lib
-from jax_b12x.bench.measurement import Environment, Measurement, Report, Value
+from jax_b12x.bench.measurement import Environment, Measurement, Report
 
 P = PartitionSpec
-_SAMPLE_SECONDS = 20e-3
 _EPS = 1e-6
 _SUMS = ("multiply", "psum", "all_reduce")
 _NORMS = ("psum + norm", "all_reduce_rms_norm")
@@ -55,11 +53,13 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
             flat = {"kib": kib, "op": "sum"}
             progress(f"sums of {kib} KiB")
             calls = {what: _chain(what, (kib * 512,), mesh, pool, args.steps) for what in _SUMS}
-            measurements += _take_turns(calls, flat, args)
+            measurements += timing.chains(calls, flat, args.steps, args.samples)
             progress(f"norms of {kib} KiB")
             shape = (rows, args.hidden)
             calls = {what: _chain(what, shape, mesh, pool, args.steps) for what in _NORMS}
-            measurements += _take_turns(calls, {"kib": kib, "op": "norm"}, args)
+            measurements += timing.chains(
+                calls, {"kib": kib, "op": "norm"}, args.steps, args.samples
+            )
     arguments = {name: value for name, value in vars(args).items() if name in _ARGUMENTS}
     return Report("comm", arguments, Environment.current(), tuple(measurements))
 
@@ -106,32 +106,6 @@ def _chain(
         for _ in range(2)
     ]
     return lambda: program(*arrays)
-
-
-def _take_turns(
-    calls: dict[str, Callable[[], Any]], case: dict[str, Value], args: argparse.Namespace
-) -> list[Measurement]:
-    repeats = {}
-    for what, call in calls.items():
-        for _ in range(3):  # compile and run eagerly, capture, replay
-            jax.block_until_ready(call())
-        repeats[what] = max(1, round(_SAMPLE_SECONDS / _time(call, 10)))
-    samples: dict[str, list[float]] = {what: [] for what in calls}
-    for _ in range(args.samples):
-        for what, call in calls.items():
-            samples[what].append(_time(call, repeats[what]) / args.steps)
-    return [timing.from_samples(what, case, times) for what, times in samples.items()]
-
-
-def _time(call: Callable[[], Any], repeats: int) -> float:
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        # Let go of the results first, so that the next ones have the same addresses: XLA captures a
-        # program again whenever an address has changed.
-        result = None
-        result = call()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - begun) / repeats
 
 
 def crossover(report: Report) -> int | None:

@@ -13,6 +13,8 @@ from jax_b12x.bench.measurement import Measurement, Value
 
 # A sample lasts at least this long, so that the clock and the dispatch of a call do not show.
 _SAMPLE_SECONDS = 1e-3
+# Of a captured chain, whose replays overlap their dispatch.
+_CHAIN_SAMPLE_SECONDS = 20e-3
 
 
 def take_turns(
@@ -51,6 +53,31 @@ def take_turns(
     return [from_samples(name, case, times) for name, times in samples.items()]
 
 
+def chains(
+    calls: Mapping[str, Callable[[], Any]], case: Mapping[str, Value], steps: int, samples: int
+) -> list[Measurement]:
+    """Times programs of many steps side by side; the times are of one step.
+
+    Each is called three times first: it is compiled and run eagerly, captured, replayed.
+
+    Args:
+      calls: functions that run a program, by name.
+      case: what they run on, for the record.
+      steps: the steps of each program.
+      samples: how many samples of each to take.
+    """
+    repeats = {}
+    for name, call in calls.items():
+        for _ in range(3):
+            jax.block_until_ready(call())
+        repeats[name] = max(1, round(_CHAIN_SAMPLE_SECONDS / _replays(call, 10)))
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(samples):
+        for name, call in calls.items():
+            taken[name].append(_replays(call, repeats[name]) / steps)
+    return [from_samples(name, case, times) for name, times in taken.items()]
+
+
 def from_samples(what: str, case: Mapping[str, Value], samples: list[float]) -> Measurement:
     """Returns the measurement that summarises the times of single calls, in seconds."""
     low, median, high = np.percentile(np.asarray(samples), [10, 50, 90])
@@ -64,3 +91,14 @@ def _time(call: Callable[[], Any], repeats: int) -> float:
     for leaf in jax.tree.leaves(result):
         leaf.block_until_ready()
     return (time.perf_counter() - start) / repeats
+
+
+def _replays(call: Callable[[], Any], repeats: int) -> float:
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        # Let go of the results first, so that the next ones have the same addresses: XLA captures a
+        # program again whenever an address has changed.
+        result = None
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begun) / repeats

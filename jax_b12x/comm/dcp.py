@@ -182,7 +182,7 @@ def _in_channel(op: str, bind: Any, pool: DcpPool, *arrays: jax.Array) -> list[j
         return list(call.inference_only(op, _INSTEAD, bind, *arrays))
     *results, token = call.inference_only(op, _INSTEAD, bind, *arrays, order.take())
     order.give_back(token)
-    return results
+    return list(results)
 
 
 def _check_heads(name: str, array: jax.Array, dtypes: tuple[str, ...], heads_axis: int) -> int:

@@ -27,7 +27,7 @@ def combine_bytes(partial_out: Any, world_size: int) -> int:
     """
     head_dim = partial_out.shape[-1]
     rows = math.prod(partial_out.shape[:-1]) // world_size
-    return rows * (PACKET_BYTES + head_dim * np.dtype(partial_out.dtype).itemsize)
+    return int(rows * (PACKET_BYTES + head_dim * np.dtype(partial_out.dtype).itemsize))
 
 
 def gather_bytes(*arrays: Any) -> int:

@@ -7,10 +7,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from comm_testing import P, assert_same_bits, mesh_of, random_parts, rank_order_sum
+from comm_testing import KINDS, P, assert_same_bits, every_kind, mesh_of, random_parts
 
 import jax_b12x
-from jax_b12x import comm
 
 PROGRAM = """
 import os, sys
@@ -23,22 +22,24 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 from jax.sharding import Mesh, PartitionSpec as P
-from jax_b12x import comm
+sys.path.insert(0, sys.argv[2])
+from comm_testing import KINDS
 
 mesh = Mesh(np.array(jax.devices()), ("tp",))
-for isolation in ("call_site", "executable", "lane"):
-    pool = comm.ChannelPool(mesh, "tp", name=f"reloaded_{isolation}", isolation=isolation)
+for kind, isolation in ((k, i) for k in KINDS for i in ("call_site", "executable", "lane")):
+    pool = kind.pool(mesh, "tp", name=f"{kind.name}_{isolation}", isolation=isolation)
 
     def body(x):
         with pool.ordered():
-            return comm.all_reduce(comm.all_reduce(x, pool), pool)
+            return kind.call(kind.call(x, pool), pool)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P(), check_vma=False)
     step = jax.jit(mapped)
-    x = jax.device_put(np.arange(16, dtype=np.float32))
+    x = np.arange(16, dtype=np.float32).reshape(2, 8)
     hits.clear()
-    out = np.asarray(step(x))
-    assert (out == 2 * (np.arange(8.0) + np.arange(8.0, 16.0))).all(), out
+    out = np.asarray(step(jax.device_put(x)))
+    expected = kind.expected(kind.expected(x, 2), 2)[:1]
+    assert (out == expected).all(), (out, expected)
     print("hit" if "/jax/compilation_cache/cache_hits" in hits else "miss")
     assert pool.records()
     pool.close()
@@ -51,7 +52,7 @@ def test_programs_from_the_persistent_cache_work_in_a_new_process(tmp_path):
     outcomes = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path / "cache")],
+            [sys.executable, str(script), str(tmp_path / "cache"), os.path.dirname(__file__)],
             capture_output=True,
             text=True,
             timeout=250,
@@ -59,13 +60,14 @@ def test_programs_from_the_persistent_cache_work_in_a_new_process(tmp_path):
         )
         assert done.returncode == 0, done.stdout + done.stderr
         outcomes.append(done.stdout.split())
-    assert outcomes == [["miss"] * 3, ["hit"] * 3]
+    programs = 3 * len(KINDS)
+    assert outcomes == [["miss"] * programs, ["hit"] * programs]
 
 
-def exported(pool, parts):
+def exported(kind, pool, parts):
     step = jax.jit(
         jax.shard_map(
-            lambda x: comm.all_reduce(x, pool),
+            lambda x: kind.call(x, pool),
             mesh=pool.topology.mesh,
             in_specs=P("tp"),
             out_specs=P("tp"),
@@ -74,29 +76,31 @@ def exported(pool, parts):
     )
     disabled = [
         jax.export.DisabledSafetyCheck.custom_call(target)
-        for target in ("b12x_all_reduce", "b12x_open_order")
+        for target in ("b12x_all_reduce", "b12x_dcp_combine", "b12x_dcp_gather")
     ]
     return jax.export.export(step, disabled_checks=disabled)(
         jax.ShapeDtypeStruct(parts.shape, parts.dtype, sharding=parts.sharding)
     ).serialize()
 
 
-def test_an_exported_program_runs_on_a_pool_of_the_same_name():
+@every_kind
+def test_an_exported_program_runs_on_a_pool_of_the_same_name(kind):
     mesh = mesh_of(2)
     parts = random_parts(0, mesh, (64,), jnp.float32)
-    with comm.ChannelPool(mesh, "tp", name="travels") as pool:
-        program = exported(pool, parts)
+    with kind.pool(mesh, "tp", name="travels") as pool:
+        program = exported(kind, pool, parts)
     jax_b12x.register()
-    with comm.ChannelPool(mesh, "tp", name="travels"):
+    with kind.pool(mesh, "tp", name="travels"):
         out = jax.jit(jax.export.deserialize(program).call)(parts)
-        assert_same_bits(out, rank_order_sum(parts, 2))
+        assert_same_bits(out, kind.expected(parts, 2))
 
 
-def test_a_program_whose_pool_is_not_open_says_how_to_open_it():
+@every_kind
+def test_a_program_whose_pool_is_not_open_says_how_to_open_it(kind):
     mesh = mesh_of(2)
     parts = random_parts(0, mesh, (64,), jnp.float32)
-    with comm.ChannelPool(mesh, "tp", name="gone") as pool:
-        program = exported(pool, parts)
+    with kind.pool(mesh, "tp", name="gone") as pool:
+        program = exported(kind, pool, parts)
     with pytest.raises(
         Exception, match=r"'gone', which is not open.*ChannelPool\(mesh, axis, name"
     ):

@@ -8,7 +8,7 @@ import time
 
 import jax.numpy as jnp
 import pytest
-from comm_testing import free_port, mesh_of, on_each
+from comm_testing import every_kind, free_port, mesh_of, on_each
 
 from jax_b12x import comm
 from jax_b12x.comm.teardown import LocalGroup, teardown
@@ -169,12 +169,11 @@ def test_the_state_is_recorded_before_anything_is_closed_and_a_fault_there_stops
     assert log == ["commit", *((action, "0") for action in ACTIONS)]
 
 
+@every_kind
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_pool_whose_close_fails_half_way_is_closed(action, monkeypatch):
-    pool = comm.ChannelPool(mesh_of(2), "tp", name="half_way")
-    on_each(pool.topology.mesh, lambda x: comm.all_reduce(comm.all_reduce(x, pool), pool))(
-        jnp.ones((2, 8))
-    )
+def test_a_pool_whose_close_fails_half_way_is_closed(kind, action, monkeypatch):
+    pool = kind.pool(mesh_of(2), "tp", name="half_way")
+    on_each(pool.topology.mesh, lambda x: kind.call(kind.call(x, pool), pool))(jnp.ones((2, 8)))
     native, attempted = pool._native, []
 
     class Faulty:
@@ -198,7 +197,7 @@ def test_a_pool_whose_close_fails_half_way_is_closed(action, monkeypatch):
     assert pool.closed
     pool.close()
     assert not native.records()
-    comm.ChannelPool(mesh_of(2), "tp", name="half_way").close()
+    kind.pool(mesh_of(2), "tp", name="half_way").close()
 
 
 # Each rank offers a block of shared memory and maps its peer's. What they do is real: the mappings,
