@@ -125,11 +125,12 @@ def partial_attention(
     kv_heads = k.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
     grouped = q.reshape(batch, num_tokens, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum(
+    scores = jnp.float32(scale) * jnp.einsum(
         "btkgd,bskd->btkgs",
-        grouped.astype(jnp.float32) * jnp.float32(scale),
-        k.astype(jnp.float32),
+        grouped,
+        k.astype(q.dtype),
         precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
     query = kv_len[:, None] - num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
     seen = position[None, None] <= query[..., None]

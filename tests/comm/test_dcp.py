@@ -1,6 +1,9 @@
 """The exchanges of decode context parallelism: bits, adversarial LSEs, layouts, what is refused."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -324,6 +327,43 @@ def test_vmap_makes_one_message_with_more_rows():
         assert [record.capacity for record in pool.records()] == [3 * 2 * 5 * (16 + 64)]
         step = on_each(mesh, jax.vmap(lambda q: comm.dcp_gather_heads(q, pool)))
         assert_same_bits(np.asarray(step(partials[:, :, 0]))[0], whole(partials[:, :, 0], axis=1))
+
+
+SIXTEEN = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
+os.environ["NPROC"] = "64"
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from comm_testing import assert_same_bits, mesh_of, on_each
+from test_dcp import combine_oracle, combined, whole
+from jax_b12x import comm
+
+mesh = mesh_of(16)
+rng = np.random.default_rng(0)
+partials = rng.standard_normal((16, 2, 32, 24)).astype(np.float32)
+lses = rng.normal(0, 3, (16, 2, 32)).astype(np.float32)
+with comm.DcpPool(mesh, "tp") as pool:
+    out, _ = combined(pool, partials, lses)
+    exact, _ = combine_oracle(partials, lses)
+    np.testing.assert_allclose(whole(out, axis=-2), exact, rtol=1e-5, atol=1e-5)
+    step = on_each(mesh, lambda q: comm.dcp_gather_heads(q, pool))
+    assert_same_bits(np.asarray(step(partials))[15], whole(partials, axis=-2))
+    assert len(pool.records()) == 2
+print("sixteen")
+"""
+
+
+def test_sixteen_ranks_exchange(tmp_path):
+    script = tmp_path / "sixteen.py"
+    script.write_text(SIXTEEN)
+    done = subprocess.run(
+        [sys.executable, str(script), os.path.dirname(__file__)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "sixteen\n", done.stdout + done.stderr
 
 
 def test_a_batch_beyond_2_to_the_31_elements_has_places_of_64_bits():

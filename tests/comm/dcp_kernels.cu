@@ -1,5 +1,6 @@
 // Runs the kernels of decode context parallelism with 2 to 16 ranks on one GPU, each rank on a
-// stream of its own, and compares them with the host. test_dcp_on_one_gpu.py builds and runs it.
+// stream of its own, and compares them with the host. test_dcp_kernels.py builds and runs it, also
+// on a CPU, where "small" leaves out what would take long.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -304,84 +305,29 @@ void TestTimeout() {
   std::printf("timeout: %s\n", group.poisoned() ? "reported" : "NOT reported");
 }
 
-double MicrosecondsEach(cudaStream_t stream, cudaEvent_t begun, cudaEvent_t ended, int calls) {
-  float milliseconds = 0;
-  Check(cudaEventSynchronize(ended), "event");
-  Check(cudaEventElapsedTime(&milliseconds, begun, ended), "elapsed");
-  (void)stream;
-  return milliseconds * 1e3 / calls;
-}
-
-// Two ranks of one GPU: what a call costs without a link between them.
-void TimeCombine(int64_t heads, int64_t head_dim) {
-  const comm::HeadRows rows{1, heads / 2, 2};
-  Group group(2, comm::CombineSlotBytes(rows, head_dim, 2));
-  std::vector<Device<unsigned char>> partials, outs;
-  std::vector<Device<float>> lses;
-  for (int rank = 0; rank < 2; ++rank) {
-    partials.emplace_back(std::vector<unsigned char>(heads * head_dim * 2, 0x3C));
-    outs.emplace_back(std::vector<unsigned char>(heads * head_dim, 0));
-    lses.emplace_back(std::vector<float>(heads, 0.0f));
-  }
-  constexpr int kCalls = 200;
-  cudaEvent_t begun, ended;
-  Check(cudaEventCreate(&begun), "event");
-  Check(cudaEventCreate(&ended), "event");
-  double best = 1e9;
-  for (int sample = 0; sample < 5; ++sample) {
-    cudaGraphExec_t graphs[2];
-    for (int rank = 0; rank < 2; ++rank) {
-      cudaGraph_t graph;
-      cudaStream_t stream = group.stream(rank);
-      Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-      for (int call = 0; call < kCalls; ++call) {
-        Check(comm::LaunchDcpCombine(
-                  comm::FloatType::kBF16,
-                  {partials[rank].get(), lses[rank].get(), outs[rank].get(), nullptr}, rows,
-                  head_dim, false, group.ref(rank), stream),
-              "LaunchDcpCombine");
-      }
-      Check(cudaStreamEndCapture(stream, &graph), "capture");
-      Check(cudaGraphInstantiate(&graphs[rank], graph, 0), "instantiate");
-      cudaGraphDestroy(graph);
-    }
-    for (int replay = 0; replay < 3; ++replay) {
-      Check(cudaEventRecord(begun, group.stream(0)), "record");
-      for (int rank = 0; rank < 2; ++rank) {
-        Check(cudaGraphLaunch(graphs[rank], group.stream(rank)), "graph");
-      }
-      Check(cudaEventRecord(ended, group.stream(0)), "record");
-      Check(cudaDeviceSynchronize(), "graphs");
-      best = std::min(best, MicrosecondsEach(group.stream(0), begun, ended, kCalls));
-    }
-    for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
-  }
-  if (group.poisoned()) ++failures;
-  std::printf("combine of 2 ranks on one GPU, 1 x %lld x %lld: %.2f us a call\n",
-              static_cast<long long>(heads), static_cast<long long>(head_dim), best);
-}
-
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   using host::FloatType;
+  const bool small = argc > 1 && std::strcmp(argv[1], "small") == 0;
+  const int rounds = 3;  // both buffers, and the first again
   for (const int world_size : {2, 3, 4, 8, 16}) {
+    if (small && (world_size == 4 || world_size == 8)) continue;
     for (const FloatType type : {FloatType::kBF16, FloatType::kF16, FloatType::kF32}) {
-      TestCombine(world_size, type, 1, 3, 128, false, 3);
-      TestCombine(world_size, type, 5, 2, 8, true, 3);
-      TestCombine(world_size, type, 2, 1, 576, false, 3);
-      TestCombine(world_size, type, 1, 2, 1024, true, 3);
+      TestCombine(world_size, type, 1, 3, 128, false, rounds);
+      TestCombine(world_size, type, 5, 2, 8, true, rounds);
+      if (small && world_size == 16) break;
+      TestCombine(world_size, type, 2, 1, 576, false, rounds);
+      TestCombine(world_size, type, 1, 2, 1024, true, rounds);
     }
-    TestCombine(world_size, FloatType::kBF16, 64, 5, 64, false, 3);
-    TestGather(world_size, 3, 256, 0, 0, 3);
-    TestGather(world_size, 5, 8, 3, 1152, 3);
-    TestGather(world_size, 7, 24, 1, 40, 3);
+    TestGather(world_size, 3, 256, 0, 0, rounds);
+    TestGather(world_size, 5, 8, 3, 1152, rounds);
+    TestGather(world_size, 7, 24, 1, 40, rounds);
   }
-  TestCombine(2, FloatType::kBF16, 64, 64, 512, false, 3);  // more rows than warps
-  TestGather(2, 64, 64 * 1024, 64, 128, 3);                 // more packets than threads
+  // More rows than warps, more packets than threads; fewer do when there are few blocks.
+  TestCombine(2, FloatType::kBF16, small ? 30 : 64, small ? 5 : 64, 128, false, rounds);
+  TestGather(2, small ? 8 : 64, small ? 4096 : 65536, small ? 8 : 64, 128, rounds);
   TestTimeout();
-  TimeCombine(64, 128);
-  TimeCombine(128, 512);
   std::printf(failures == 0 ? "all agree\n" : "%d FAILURES\n", failures);
   return failures == 0 ? 0 : 1;
 }
