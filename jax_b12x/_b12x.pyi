@@ -47,6 +47,17 @@ class NativePool:
 def channel_bytes(message_bytes: int, world_size: int) -> int:
     """Returns the bytes that a channel for messages of this size takes on a rank."""
 
+def dcp_places(
+    outer: int,
+    inner: int,
+    world_size: int,
+    head_dim: int,
+    element_bytes: int,
+    row: int,
+    rank: int,
+) -> tuple[int, int, int]:
+    """Returns a combine's places: of a row in the whole and in a slot, and the slot's bytes."""
+
 def open_pool(
     name: str,
     axis: str,
