@@ -332,6 +332,9 @@ def _sample(call: Callable[[], Any], layers: int, seconds: float) -> list[float]
     while len(samples) < 5 or time.perf_counter() < stop:
         start = time.perf_counter()
         for _ in range(queued):
+            # A result that is still held when the next run starts would give that run another
+            # address for its own, and XLA captures a program again for every address.
+            result = None
             result = call()
         jax.block_until_ready(result)
         samples.append((time.perf_counter() - start) / (queued * layers))
