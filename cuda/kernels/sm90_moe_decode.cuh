@@ -138,19 +138,12 @@ class MoeDecode {
   // Lists the work.
   __device__ __forceinline__ void begin() {
     ring.init(lane);
-    // A barrier's address must be the same in all lanes of the instruction that sets it up: one
-    // lane of each warp sets up its share.
-    if (lane == 0) {
-      for (int product = 0; product < 2; ++product) {
-        const TeamShape& team = product == 0 ? p.plan.fc1 : p.plan.fc2;
-        if (team.size == 1) continue;  // nothing to add up
-        const int barriers = (kMoeDecodeWarps >> team.log2_split) * kMoeReduceStages;
-        for (int i = warp; i < barriers; i += kMoeDecodeWarps) {
-          const uint32_t full = reduce_barriers(product) + i * 8;
-          ptx::mbarrier_init(full, team.size);
-          ptx::mbarrier_init(full + kMoeDecodeWarps * kMoeReduceStages * 8, 1);
-        }
-      }
+    if (threadIdx.x < 2 * kMoeDecodeWarps * kMoeReduceStages) {
+      const int product = threadIdx.x / (kMoeDecodeWarps * kMoeReduceStages);
+      const int index = threadIdx.x % (kMoeDecodeWarps * kMoeReduceStages);
+      const uint32_t full = reduce_barriers(product) + index * 8;
+      ptx::mbarrier_init(full, product == 0 ? p.plan.fc1.size : p.plan.fc2.size);
+      ptx::mbarrier_init(full + kMoeDecodeWarps * kMoeReduceStages * 8, 1);
     }
     list_work();
     __syncthreads();
@@ -513,15 +506,15 @@ class MoeDecode {
   // All of x, quantized, to shared memory.
   __device__ __forceinline__ void quantize_input_for_this_cta() {
     const int chunks = p.plan.shape.fc1_k_tiles * (kTileColumns / 8);
-    const int total = p.num_tokens * chunks;
     const uint32_t input = base + p.plan.shared.input;
+    for (int token = 0; token < p.num_tokens; ++token) {
 #pragma unroll 1
-    for (int first = 0; first < total; first += kMoeDecodeThreads) {
-      const int i = first + threadIdx.x;
-      const int token = divide(i, chunks), chunk = i - token * chunks;
-      const uint4 v = quantized_chunk(i < total ? token : 0, chunk);
-      if (i < total) {
-        ptx::store_shared_16(input + token * p.plan.shared.input_row_bytes + chunk * 16, v);
+      for (int first = 0; first < chunks; first += kMoeDecodeThreads) {
+        const int chunk = first + threadIdx.x;
+        const uint4 v = quantized_chunk(token, chunk);
+        if (chunk < chunks) {
+          ptx::store_shared_16(input + token * p.plan.shared.input_row_bytes + chunk * 16, v);
+        }
       }
     }
   }
