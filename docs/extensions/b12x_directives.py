@@ -16,7 +16,7 @@ from jax_b12x import config
 from jax_b12x.bench.measurement import Report
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent
-RESULTS = (DOCS / "benchmarks", DOCS.parent / "benchmarks" / "results")
+RESULTS = DOCS.parent / "benchmarks" / "results"
 
 
 class EnvironmentVariables(SphinxDirective):
@@ -43,7 +43,7 @@ class BenchmarkResults(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Returns a section for each report."""
         self.env.note_reread()
-        files = [file for folder in RESULTS for file in sorted(folder.glob("*.json"))]
+        files = sorted(RESULTS.glob("*.json"))
         if not files:
             return [nodes.paragraph("", nodes.Text("No results have been committed yet."))]
         return [_report(file) for file in files]
