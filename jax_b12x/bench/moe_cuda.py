@@ -35,7 +35,8 @@ BASELINES = ("ragged_dot", "tokamax")
 _L2_MULTIPLE = 4
 _L2_BYTES = 64 << 20
 _PROGRAM_SECONDS = 2e-3  # a program runs at least about this long, so that calling it does not show
-_GRAPH = {"xla_gpu_graph_min_graph_size": 1}
+# Numbers are taken as well as the strings and booleans that older type hints of JAX name.
+_GRAPH: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 
 # A layer of a chain: x, its weights, its ids and its route weights, to the next x.
 Layer = Callable[[jax.Array, Any, jax.Array, jax.Array], jax.Array]
