@@ -5,7 +5,7 @@
 #
 #   PYTHON=python3.12    the interpreter that the environment is made with (3.11 or newer)
 #   VENV=.venv-py312     where the environment is
-#   CUDA=off             leave the CUDA half out even where nvcc is
+#   CUDA=off             leave the CUDA half out even where nvcc is; system or pypi: whose nvcc it must be
 #   JAX=0.11.2           a certain version of jax and jaxlib instead of the newest supported one
 #   VERBOSE=1            show the output of every step
 #   PYTEST_ARGS="-k quant"   more arguments for pytest
@@ -17,6 +17,12 @@ CUDA ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BAZEL_TARGETS ?= //:all
+
+ifneq ($(filter-out auto system pypi off,$(CUDA))$(words $(CUDA)),1)
+$(error CUDA is '$(CUDA)'; it must be auto, system, pypi or off)
+endif
+# The long name: pip before 23.1, which Debian 12 has, does not know -C.
+CUDA_SETTING := --config-settings=cmake.define.B12X_CUDA=$(CUDA)
 
 STAMPS := $(VENV)/.b12x
 VENV_PYTHON := $(VENV)/bin/python
@@ -97,7 +103,7 @@ wheel: $(PACKAGE_STAMP)
 	@sh tools/preflight.sh "$(VENV_PYTHON)"
 	@rm -rf build/wheel dist
 	@$(STEP) wheel "Building the wheel" \
-	  $(PIP) wheel --verbose --no-deps --wheel-dir build/wheel -Ccmake.define.B12X_CUDA=$(CUDA) .
+	  $(PIP) wheel --verbose --no-deps --wheel-dir build/wheel $(CUDA_SETTING) .
 	@PATH="$(abspath $(VENV)/bin):$$PATH" $(STEP) auditwheel "Making it a manylinux wheel" \
 	  "$(VENV_PYTHON)" -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@$(STEP) check-wheel "Trying it in an empty environment" \
@@ -160,5 +166,5 @@ $(DOCS_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 $(BUILD_STAMP): $(BUILD_INPUTS) $(DEPS_STAMP)
 	@sh tools/preflight.sh "$(VENV_PYTHON)"
 	@$(STEP) build "Compiling the extension" \
-	  $(PIP) install --no-build-isolation --no-deps --verbose $(if $(filter off,$(CUDA)),-Ccmake.define.B12X_CUDA=OFF) -e .
+	  $(PIP) install --no-build-isolation --no-deps --verbose $(CUDA_SETTING) -e .
 	@touch "$@"

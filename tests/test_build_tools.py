@@ -1,7 +1,11 @@
 """How the build finds the CUDA compiler, and what it asks for where there is none."""
 
 import importlib.util
+import os
 import pathlib
+import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -179,3 +183,36 @@ def test_the_build_asks_for_no_compiler_when_told_so(backend, choice, monkeypatc
 def test_an_unknown_source_of_the_compiler_is_refused(backend):
     with pytest.raises(ValueError, match="'conda'; it must be auto, system, pypi or off"):
         backend.compiler_requirements({"cmake.define.B12X_CUDA": "conda"})
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Returns a function that asks make what it would run, for a fresh clone."""
+    if shutil.which("make") is None:
+        pytest.skip("there is no make here")
+
+    def dry_run(*arguments):
+        command = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}", *arguments]
+        # `make test` hands its own arguments down in these variables.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+        return subprocess.run(
+            command, cwd=TOOLS.parent, capture_output=True, text=True, env=environment
+        )
+
+    return dry_run
+
+
+@pytest.mark.parametrize("target", ["build", "wheel"])
+@pytest.mark.parametrize("choice", ["auto", "system", "pypi", "off"])
+def test_make_hands_the_choice_of_compiler_to_pip_in_words_that_old_pips_know(make, target, choice):
+    done = make(target, f"CUDA={choice}")
+    assert done.returncode == 0, done.stderr
+    assert f" --config-settings=cmake.define.B12X_CUDA={choice} " in done.stdout
+    assert not re.search(r"-C ?cmake", done.stdout)
+
+
+@pytest.mark.parametrize("choice", ["bogus", "", "off auto", "OFF"])
+def test_make_refuses_another_word_for_the_compiler(make, choice):
+    done = make("build", f"CUDA={choice}")
+    assert done.returncode != 0
+    assert f"CUDA is '{choice}'; it must be auto, system, pypi or off" in done.stderr

@@ -5,9 +5,9 @@ When the machine has no CUDA toolkit, the compiler packages of the dependency gr
 ``cuda-compiler`` are asked for as well, so that the CUDA half is in every wheel whatever the
 machine. The CMake variable ``B12X_CUDA`` says otherwise::
 
-    pip install . -C cmake.define.B12X_CUDA=off     # CPU only: no compiler, no CUDA half
-    pip install . -C cmake.define.B12X_CUDA=pypi    # PyPI's compiler even where a toolkit is
-    pip install . -C cmake.define.B12X_CUDA=system  # the machine's toolkit, or an error
+    pip install . --config-settings=cmake.define.B12X_CUDA=off     # CPU only, no CUDA half
+    pip install . --config-settings=cmake.define.B12X_CUDA=pypi    # PyPI's compiler, always
+    pip install . --config-settings=cmake.define.B12X_CUDA=system  # the machine's, or an error
 
 Without build isolation nothing is brought: what the environment holds is what is used.
 """
