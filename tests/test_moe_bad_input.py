@@ -224,3 +224,36 @@ def test_a_zero_weight_scale_makes_an_expert_silent(case):
     scale = jnp.zeros_like(case["weights"].w2_global_scale)
     case["weights"] = dataclasses.replace(case["weights"], w2_global_scale=scale)
     np.testing.assert_array_equal(moe.fused_moe(**case), np.zeros((TOKENS, HIDDEN), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("activation", "silu", "activation is 'silu'; it must be an Activation"),
+        ("plan", "fused", "plan is 'fused'; it must be a MoePlan"),
+        ("x", [[1.0, 2.0]], "x is a list; it must be an array"),
+        ("topk_ids", None, "topk_ids is a NoneType; it must be an array"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(case, name, value, message):
+    with pytest.raises(TypeError, match=message):
+        moe.fused_moe(**{**case, name: value})
+
+
+def test_symbolic_shapes_are_refused(case):
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, HIDDEN), jnp.float32)
+    ids = jax.ShapeDtypeStruct((rows, TOP_K), jnp.int32)
+    routes = jax.ShapeDtypeStruct((rows, TOP_K), jnp.float32)
+    call = jax.jit(lambda x, ids, routes: moe.fused_moe(x, case["weights"], ids, routes))
+    with pytest.raises(ValueError, match="num_tokens is rows; it must be an integer"):
+        jax.export.export(call)(x, ids, routes)
+
+
+def test_the_op_may_stand_beside_what_is_differentiated(case):
+    def loss(scale):
+        x = jax.lax.stop_gradient(case["x"] * scale)
+        return scale * moe.fused_moe(**{**case, "x": x}).sum()
+
+    value, gradient = jax.value_and_grad(loss)(jnp.float32(1))
+    np.testing.assert_allclose(gradient, value)

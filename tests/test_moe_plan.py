@@ -163,3 +163,16 @@ def test_cpu_plan_says_which_instruction_set_is_forced(monkeypatch):
 
 def test_dynamic_scratch_stops_growing_with_the_number_of_tokens():
     assert make(num_tokens=1 << 20).scratch_bytes == make(num_tokens=1 << 14).scratch_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden", 1024.0), ("top_k", True), ("num_tokens", "4")]
+)
+def test_a_size_that_is_no_integer_is_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be an integer"):
+        make(**{name: value})
+
+
+def test_an_activation_that_is_none_is_named():
+    with pytest.raises(ValueError, match="activation is 'silu'; it must be an Activation"):
+        make(activation="silu")

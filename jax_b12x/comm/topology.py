@@ -74,8 +74,11 @@ class Topology:
         """Returns the ranks of ``mesh`` along ``axis``.
 
         Raises:
+          TypeError: ``mesh`` is none.
           ValueError: the mesh lacks the axis, or it has too many ranks.
         """
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh")
         axes = (axis,) if isinstance(axis, str) else tuple(axis)
         missing = [name for name in axes if name not in mesh.axis_names]
         if not axes or missing:

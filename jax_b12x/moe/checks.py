@@ -22,6 +22,9 @@ def check_arrays(
       TypeError: a dtype is wrong.
       ValueError: a shape is wrong.
     """
+    for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
     if not isinstance(weights, ExpertWeights):
         raise TypeError(f"weights is a {type(weights).__name__}; it must be an ExpertWeights")
     _check_dtype("x", x, *DTYPES)
@@ -46,6 +49,21 @@ def check_arrays(
         )
     if weights.layout == "checkpoint":
         _check_checkpoint_layout(weights)
+
+
+def check_choices(plan: MoePlan | None, activation: Activation | None) -> None:
+    """Checks the types of the arguments that say how to run the op.
+
+    Raises:
+      TypeError: one is of another type; names it and what it must be.
+    """
+    if plan is not None and not isinstance(plan, MoePlan):
+        raise TypeError(f"plan is {plan!r}; it must be a MoePlan, from jax_b12x.moe.plan, or None")
+    if activation is not None and not isinstance(activation, Activation):
+        raise TypeError(
+            f"activation is {activation!r}; it must be an Activation, such as moe.SILU or "
+            "moe.SWIGLU_OAI, or None"
+        )
 
 
 def check_not_contradicted(
@@ -125,4 +143,5 @@ def _check_dtype(name: str, array: jax.Array, *allowed: str) -> None:
 
 def _check_rank(name: str, array: jax.Array, shape: str) -> None:
     if array.ndim != 2:
-        raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
+        hint = "; under vmap, map over an axis in front of these" if array.ndim == 1 else ""
+        raise ValueError(f"{name} has shape {array.shape}; it must be {shape}{hint}")

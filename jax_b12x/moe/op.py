@@ -40,7 +40,9 @@ def fused_moe(
         exported = jax.export.export(jax.jit(f), disabled_checks=[stable])(x)
 
     The process that runs an exported program imports jax_b12x and calls ``jax_b12x.register()``.
-    The op is inference-only: differentiating it is an error.
+    The op is inference-only: differentiating it is an error. Where it stands in a function that is
+    differentiated for other reasons, put ``jax.lax.stop_gradient`` around its arguments. Shapes are
+    static: ``jax.export`` with symbolic dimensions is refused.
 
     Args:
       x: ``f32|bf16|f16[num_tokens, hidden]``. A token with a NaN gives NaN in its own row only.
@@ -60,6 +62,7 @@ def fused_moe(
       ValueError: an argument has the wrong shape or layout, or contradicts the plan.
       NativeError: the extension is not built.
     """
+    checks.check_choices(plan, activation)
     checks.check_arrays(x, weights, topk_ids, topk_weights)
     if plan is None:
         plan = make_plan(
@@ -123,7 +126,7 @@ def _inference_only(plan: MoePlan) -> Any:
     def refuse(primals: Any, tangents: Any) -> Any:
         raise NotImplementedError(
             "fused_moe is inference-only and has no derivative; differentiate "
-            "jax_b12x.moe.reference.moe, or wrap the call in jax.lax.stop_gradient"
+            "jax_b12x.moe.reference.moe, or put jax.lax.stop_gradient around its arguments"
         )
 
     return call

@@ -72,7 +72,8 @@ class MoePlan:
         """Returns what was chosen and why, as text for people."""
         parameters = ", ".join(f"{name}={value}" for name, value in self.geometry)
         lines = [
-            f"{self.recipe} MoE, {self.num_tokens} tokens of {self.dtype}[{self.hidden}], "
+            f"{self.recipe} MoE, {self.num_tokens} token{'' if self.num_tokens == 1 else 's'} of "
+            f"{self.dtype}[{self.hidden}], "
             f"top-{self.top_k} of {self.num_experts} experts, intermediate {self.intermediate}, "
             f"{self.weight_format} weights, {self.activation.kind}",
             f"  device          {self.device}",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jax_b12x.moe import geometry_cpu, geometry_cuda
 from jax_b12x.moe.geometry import BLOCK, Geometry, Request
+from jax_b12x.moe.recipe import Activation
 
 if TYPE_CHECKING:
     from jax_b12x.moe.plan import Implementation, Overlap
@@ -90,6 +92,14 @@ def check(request: Request) -> None:
     Raises:
       ValueError: names the argument, its value and what it must be.
     """
+    for name in ("num_tokens", "hidden", "intermediate", "num_experts", "top_k"):
+        value = getattr(request, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise ValueError(f"{name} is {value!r}; it must be an integer: shapes are static")
+    if not isinstance(request.activation, Activation):
+        raise ValueError(
+            f"activation is {request.activation!r}; it must be an Activation, such as moe.SILU"
+        )
     formats = request.recipe.weight_formats
     if request.weight_format not in formats:
         raise ValueError(
