@@ -85,13 +85,31 @@ KNOWN: dict[str, DeviceCapability] = {
 }
 
 
+def devices() -> list[jax.Device]:
+    """Returns ``jax.devices()``; starts JAX's backend.
+
+    Raises:
+      RuntimeError: the backend does not start.
+    """
+    try:
+        return jax.devices()
+    except AssertionError:
+        # All that JAX says where it is told to use CUDA alone and has no plugin for it.
+        raise RuntimeError(
+            f"JAX has none of the platforms it is told to use (JAX_PLATFORMS is "
+            f"{jax.config.jax_platforms!r}); `pip install 'jax[cuda13]'` brings CUDA, "
+            "JAX_PLATFORMS=cpu does without"
+        ) from None
+
+
 def current() -> DeviceCapability:
     """Returns what the process's default device can do: the first of ``jax.devices()``.
 
     Raises:
+      RuntimeError: JAX's backend does not start.
       ValueError: it is neither a CPU nor an NVIDIA GPU.
     """
-    return detect(jax.devices()[0])
+    return detect(devices()[0])
 
 
 @functools.cache

@@ -126,6 +126,7 @@ def examine() -> Diagnosis:
 
     devices: list[Device] = []
     try:
+        capability.devices()
         jax_devices = jax.local_devices()
     except RuntimeError as error:
         jax_devices = []
@@ -150,8 +151,13 @@ def examine() -> Diagnosis:
 
     paths: list[Path] = []
     if devices and devices[0].capability is not None:
+        missing = None
+        if host is None:
+            missing = "the host extension is missing here, so that every call fails"
+        elif devices[0].capability.platform == "cuda" and cuda is None:
+            missing = "the CUDA half is missing here, so that every call fails on a GPU"
         paths = [
-            _path(recipe, num_tokens, devices[0].capability)
+            _path(recipe, num_tokens, devices[0].capability, missing)
             for recipe in moe.RECIPES
             for num_tokens in _NUM_TOKENS
         ]
@@ -189,7 +195,9 @@ def ffi_api_of_jaxlib() -> tuple[int, int] | None:
     return (int(found["MAJOR"]), int(found["MINOR"])) if len(found) == 2 else None
 
 
-def _path(recipe: str, num_tokens: int, device: DeviceCapability) -> Path:
+def _path(recipe: str, num_tokens: int, device: DeviceCapability, missing: str | None) -> Path:
+    if missing is not None:
+        return Path(recipe, num_tokens, "none", "", (missing,))
     try:
         plan = moe.plan(
             recipe,

@@ -87,6 +87,8 @@ def _devices(diagnosis: Diagnosis) -> Table:
                 f"{'' if what.cooperative_launch else 'no '}cooperative launch"
             )
         table.add_row(f"  {device.name}", escape(text))
+    if not diagnosis.devices:
+        table.add_row("  none", "")
     return table
 
 

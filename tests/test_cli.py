@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import jax_b12x
-from jax_b12x import cli
+from jax_b12x import _native, cli
 from jax_b12x.bench.measurement import Report
 
 LAYER = ("--hidden", "2048", "--intermediate", "768", "--experts", "128", "--top-k", "8")
@@ -46,6 +47,42 @@ def test_doctor_fails_and_says_why_when_a_variable_is_bad(capsys, monkeypatch):
     out = " ".join(capsys.readouterr().out.split())
     assert "B12X_HOST_ISA='mmx' is not understood; allowed: auto, baseline" in out
     assert "All is well" not in out
+
+
+def test_doctor_without_the_extension_names_no_path_that_would_run(capsys, monkeypatch):
+    def missing():
+        raise _native.NativeError("the jax_b12x extension cannot be loaded")
+
+    monkeypatch.setattr(_native, "host", missing)
+    assert run("doctor", "--json") == cli.FAILED
+    diagnosis = json.loads(capsys.readouterr().out)
+    assert {path["implementation"] for path in diagnosis["paths"]} == {"none"}
+    assert all("extension is missing here" in path["reasons"][0] for path in diagnosis["paths"])
+
+
+@pytest.fixture
+def jax_without_a_platform(monkeypatch):
+    """What JAX does where JAX_PLATFORMS=cuda and no CUDA plugin is installed."""
+
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+
+
+def test_doctor_still_reports_where_jax_has_no_platform(capsys, jax_without_a_platform):
+    assert run("doctor") == cli.FAILED
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("jaxlib", "host extension", "problem: JAX does not start its backend"):
+        assert words in out
+    assert "All is well" not in out
+
+
+@pytest.mark.parametrize("benchmark", ["moe", "comm", "dcp"])
+def test_bench_says_in_a_line_that_jax_has_no_platform(benchmark, capsys, jax_without_a_platform):
+    assert run("bench", benchmark) == cli.FAILED
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("error: JAX has none of the platforms it is told to use")
 
 
 def test_doctor_fits_a_narrow_terminal(capsys, monkeypatch):

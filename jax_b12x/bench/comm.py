@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from jax_b12x import comm
+from jax_b12x import capability, comm
 from jax_b12x.bench import Progress, options, timing
 from jax_b12x.bench import plot as plot_lib
 from jax_b12x.bench.measurement import Environment, Measurement, Report
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Progress) -> Report:
     """Measures."""
-    devices = jax.devices()
+    devices = capability.devices()
     if len(devices) < args.ranks:
         raise ValueError(f"--ranks is {args.ranks}; JAX sees {len(devices)} device(s)")
     mesh = Mesh(np.array(devices[: args.ranks]), ("tp",))

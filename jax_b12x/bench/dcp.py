@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from jax_b12x import comm
+from jax_b12x import capability, comm
 from jax_b12x.bench import Progress, options, timing
 from jax_b12x.bench import plot as plot_lib
 from jax_b12x.bench.measurement import Environment, Measurement, Report
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Progress) -> Report:
     """Measures."""
-    devices = jax.devices()
+    devices = capability.devices()
     if not 2 <= args.ranks <= len(devices):
         raise ValueError(
             f"--ranks is {args.ranks}; it must be from 2 to the {len(devices)} devices"
