@@ -51,6 +51,32 @@ def test_quantize_gives_the_same_under_jit():
     jax.tree.map(np.testing.assert_array_equal, eager, jitted)
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", ["w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_quantize_refuses_a_weight_that_is_not_finite(name, value, dtype):
+    w = dict(zip(("w_gate", "w_up", "w_down"), dense(np.random.default_rng(), dtype), strict=True))
+    w[name] = w[name].at[1, 5, 20].set(value)
+    with pytest.raises(ValueError, match=f"{name} of expert 1 holds a weight that is infinite or"):
+        ExpertWeights.quantize(**w)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_weight_that_is_not_finite_makes_its_block_nan_under_jit_and_no_other(value):
+    gate, up, down = dense(np.random.default_rng())
+    quantize = jax.jit(ExpertWeights.quantize)
+    # Where the block is 0 before, the others don't depend on it.
+    gate = gate.at[1, 5, 16:32].set(0)
+    expected = quantize(gate, up, down)
+    weights = quantize(gate.at[1, 5, 20].set(value), up, down)
+    np.testing.assert_array_equal(weights.w13_global_scale, expected.w13_global_scale)
+    scale = np.asarray(weights.w13_scale, np.float32)
+    assert np.isnan(scale[1, 5, 1])
+    scale[1, 5, 1] = expected.w13_scale[1, 5, 1]
+    np.testing.assert_array_equal(scale, np.asarray(expected.w13_scale, np.float32))
+    np.testing.assert_array_equal(weights.w13, expected.w13)
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
 def test_from_arrays_puts_gate_rows_first(format, order):

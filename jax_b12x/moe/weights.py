@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_b12x.moe import layout_sm90
 from jax_b12x.moe.recipe import WeightFormat
-from jax_b12x.quant import nvfp4
+from jax_b12x.quant import QuantizedTensor, nvfp4
 
 if TYPE_CHECKING:
     from jax_b12x.moe.plan import MoePlan
@@ -242,6 +242,9 @@ class ExpertWeights:
         A global scale is ``amax / (6 * 448)`` of its matrix. Weights are as ``torch.nn.Linear`` and
         checkpoints have them: ``[outputs, inputs]``. It can be traced by ``jit``.
 
+        NVFP4 has no infinity. Weights that are infinite or NaN are refused; under ``jit``, where
+        there is no looking at them, each becomes NaN with all of its block of 16.
+
         Args:
           w_gate: ``f32|bf16|f16[num_experts, intermediate, hidden]``.
           w_up: the same shape.
@@ -255,7 +258,8 @@ class ExpertWeights:
           The weights in the ``checkpoint`` layout.
 
         Raises:
-          ValueError: a shape or dtype is wrong; the message names the array.
+          ValueError: a shape or dtype is wrong, or a weight is infinite or NaN; the message names
+            the array.
         """
         gate, up, down = jnp.asarray(w_gate), jnp.asarray(w_up), jnp.asarray(w_down)
         for name, w in (("w_gate", gate), ("w_up", up), ("w_down", down)):
@@ -276,22 +280,41 @@ class ExpertWeights:
                     f"{name} is {columns}, from w_gate's {gate.shape}; nvfp4 needs a multiple "
                     f"of {nvfp4.BLOCK}"
                 )
-        scales = [nvfp4.global_scale(jnp.max(jnp.abs(w), axis=(1, 2))) for w in (gate, up, down)]
-        q_gate, q_up, q_down = (
-            nvfp4.quantize(w, g[:, None]) for w, g in zip((gate, up, down), scales, strict=True)
+        (q_gate, g_gate), (q_up, g_up), (q_down, g_down) = (
+            _quantize_experts(name, w)
+            for name, w in (("w_gate", gate), ("w_up", up), ("w_down", down))
         )
         return cls.from_arrays(
             jnp.concatenate([q_gate.data, q_up.data], axis=1),
             jnp.concatenate([q_gate.scale, q_up.scale], axis=1),
             q_down.data,
             q_down.scale,
-            w13_global_scale=jnp.stack(scales[:2], axis=1),
-            w2_global_scale=scales[2],
+            w13_global_scale=jnp.stack([g_gate, g_up], axis=1),
+            w2_global_scale=g_down,
             w13_input_scale=w13_input_scale,
             w2_input_scale=w2_input_scale,
             w13_bias=w13_bias,
             w2_bias=w2_bias,
         )
+
+
+def _quantize_experts(name: str, w: jax.Array) -> tuple[QuantizedTensor, jax.Array]:
+    """Quantizes dense matrices, with a global scale for each expert."""
+    # Not from the largest magnitude: XLA's maximum may pass over a NaN.
+    finite = jnp.isfinite(w)
+    good = jnp.all(finite, axis=(1, 2))
+    if isinstance(good, jax.core.Tracer):
+        amax = jnp.max(jnp.where(finite, jnp.abs(w), 0), axis=(1, 2))
+        w = jnp.where(finite, w, jnp.nan)
+    elif bool(jnp.all(good)):
+        amax = jnp.max(jnp.abs(w), axis=(1, 2))
+    else:
+        raise ValueError(
+            f"{name} of expert {int(jnp.argmin(good))} holds a weight that is infinite or NaN; "
+            "weights must be finite"
+        )
+    g = nvfp4.global_scale(amax)
+    return nvfp4.quantize(w, g[:, None]), g
 
 
 def _check_shape(name: str, array: jax.Array, expected: tuple[int, ...]) -> None:
