@@ -94,7 +94,7 @@ def test_doctor_fits_a_narrow_terminal(capsys, monkeypatch):
 def test_plan_explains_each_number_of_tokens(capsys):
     assert run("plan", *LAYER, "--tokens", "1,512", "--device", "h200") == 0
     out = capsys.readouterr().out
-    assert "1 tokens of bfloat16[2048]" in out
+    assert "1 token of bfloat16[2048]" in out
     assert "512 tokens of bfloat16[2048]" in out
     assert "NVIDIA H200 (sm_90, 132 SMs" in out
     assert out.count("because") == 2
