@@ -465,6 +465,45 @@ def test_a_configuration_that_contradicts_the_tensors_is_refused(tmp_path, rng, 
     fails(write(tmp_path, per_expert(random_experts(rng), PREFIX), config), message)
 
 
+def test_a_file_that_was_not_really_downloaded_is_recognised(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
+    fails(tmp_path, "model.safetensors: is a Git LFS pointer")
+    for page in ("<!DOCTYPE html><title>Sign in</title>", "\ufeff\n  <html></html>"):
+        path.write_text(page, encoding="utf-8")
+        fails(tmp_path, "model.safetensors: is an HTML or XML page")
+
+
+def test_a_header_whose_length_looks_like_an_opening_bracket_is_read(tmp_path):
+    text = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(ord("<"))
+    (tmp_path / "model.safetensors").write_bytes(b"<" + bytes(7) + text + b"\x07")
+    assert moe.Checkpoint(tmp_path).tensor("a").read() == 7
+
+
+@pytest.mark.parametrize("where", ["../x.safetensors", "a/../../x.safetensors", "/x", 3])
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path, rng, where):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = random_experts(rng)
+    tensors = per_expert(weights, PREFIX)
+    write_file(tmp_path / "x.safetensors", tensors)
+    if where == "/x":
+        where = str(tmp_path / "x.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, where)}))
+    fails(folder, f"weight_map says that .* is in {re.escape(repr(where))}; a shard must be")
+
+
+def test_an_index_may_name_shards_in_a_folder_below(tmp_path, rng):
+    weights = random_experts(rng)
+    tensors = per_expert(weights, PREFIX)
+    (tmp_path / "shards").mkdir()
+    write_file(tmp_path / "shards" / "x.safetensors", tensors)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "shards/x.safetensors")}))
+    same(moe.load_experts(tmp_path, PREFIX), weights)
+
+
 def test_an_unknown_row_order_is_refused(tmp_path, rng):
     write(tmp_path, per_expert(random_experts(rng), PREFIX))
     with pytest.raises(ValueError, match="w13_order is 'both'"):

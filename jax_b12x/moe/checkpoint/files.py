@@ -48,7 +48,14 @@ class Checkpoint:
             weight_map = _read_json(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise CheckpointError(f"{index}: has no weight_map")
-            return {name: self.path / str(file) for name, file in weight_map.items()}
+            for name, file in weight_map.items():
+                inside = isinstance(file, str) and ".." not in file.replace("\\", "/").split("/")
+                if not inside or os.path.isabs(file):
+                    raise CheckpointError(
+                        f"{index}: weight_map says that {name} is in {file!r}; a shard must be the "
+                        "name of a file in the index's folder"
+                    )
+            return {name: self.path / file for name, file in weight_map.items()}
         shards: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             for tensor in self._header(file).values():

@@ -126,6 +126,18 @@ def read_header(path: Path) -> dict[str, Tensor]:
                 raise CheckpointError(f"{path}: truncated: {size} bytes hold no header length")
             (length,) = struct.unpack("<Q", prefix)
             if length > _MAX_HEADER:
+                # Text, taken for a length, is always far beyond the limit.
+                start = prefix + stream.read(64)
+                if start.startswith(b"version https://git-lfs"):
+                    raise CheckpointError(
+                        f"{path}: is a Git LFS pointer, not the file itself; fetch it with git lfs "
+                        "pull"
+                    )
+                if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"<"):
+                    raise CheckpointError(
+                        f"{path}: is an HTML or XML page, not a safetensors file; a download gave "
+                        "a page in its place"
+                    )
                 raise CheckpointError(f"{path}: not a safetensors file: a header of {length} bytes")
             text = stream.read(length)
     except OSError as error:
