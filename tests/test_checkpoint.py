@@ -459,10 +459,95 @@ def test_dense_experts_are_refused_with_advice(tmp_path):
         ),
         ({"num_experts": 4}, "has 3 experts; config.json of .* says num_experts 4"),
         ({"text_config": {"num_local_experts": 8}}, "says num_local_experts 8"),
+        ({"hidden_size": 128}, "has hidden 64, from .* says hidden_size 128"),
+        ({"text_config": {"hidden_size": 32}}, "has hidden 64, from .* says hidden_size 32"),
+        ({"moe_intermediate_size": 16}, "has intermediate 32, from .*moe_intermediate_size 16"),
+        (
+            {"text_config": {"moe_intermediate_size": 64}},
+            "has intermediate 32, from .*moe_intermediate_size 64",
+        ),
+        (
+            {"model_type": "mixtral", "intermediate_size": 64},
+            "has intermediate 32, from .* says intermediate_size 64",
+        ),
+        (
+            {"text_config": {"model_type": "llama4_text", "intermediate_size": 64}},
+            "has intermediate 32, from .* says intermediate_size 64",
+        ),
+        (
+            {
+                "quantization_config": {
+                    **COMPRESSED["quantization_config"],
+                    "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+                }
+            },
+            "declares format 'nvfp4-pack-quantized', weights of num_bits 8",
+        ),
+        ({"quantization_config": "nvfp4"}, "quantization_config that is no JSON object: 'nvfp4'"),
+        ({"quantization_config": []}, "quantization_config that is no JSON object"),
     ],
 )
 def test_a_configuration_that_contradicts_the_tensors_is_refused(tmp_path, rng, config, message):
     fails(write(tmp_path, per_expert(random_experts(rng), PREFIX), config), message)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 4096},
+        {"model_type": "deepseek_v3", "intermediate_size": 4096},
+        {"hidden_size": 999, "text_config": {"hidden_size": 64}},
+        {"hidden_size": 128, "moe_latent_size": 64},
+        {"model_type": "mixtral", "intermediate_size": 32, "moe_intermediate_size": None},
+        {"quantization_config": None},
+    ],
+)
+def test_a_configuration_that_speaks_of_other_layers_too_is_accepted(tmp_path, rng, config):
+    weights = random_experts(rng)
+    same(moe.load_experts(write(tmp_path, per_expert(weights, PREFIX), config), PREFIX), weights)
+
+
+def test_compressed_tensors_of_four_bits_are_accepted(tmp_path, rng):
+    weights = random_experts(rng)
+    groups = {"group_0": {"weights": {"num_bits": 4}}}
+    config = {"quantization_config": {**COMPRESSED["quantization_config"], "config_groups": groups}}
+    tensors = per_expert(weights, PREFIX, "compressed-tensors")
+    same(moe.load_experts(write(tmp_path, tensors, config), PREFIX), weights)
+
+
+@pytest.mark.parametrize("order", ["up_gate", "interleaved"])
+def test_a_row_order_is_refused_where_names_already_tell(tmp_path, rng, order):
+    weights = random_experts(rng)
+    write(tmp_path, per_expert(weights, PREFIX))
+    with pytest.raises(ValueError, match=f"w13_order is '{order}'.* their names already tell"):
+        moe.load_experts(tmp_path, PREFIX, w13_order=order)
+    same(moe.load_experts(tmp_path, PREFIX, w13_order="gate_up"), weights)
+
+
+def test_a_prefix_that_is_too_short_is_refused_with_the_one_it_should_be(tmp_path, rng):
+    tensors = per_expert(random_experts(rng), PREFIX)
+    tensors["model.layers.3.mlp.gate.weight"] = np.zeros((3, 64), np.float32)
+    write(tmp_path, tensors)
+    for prefix in ("model.layers.3.mlp", "model"):
+        fails(tmp_path, f"prefix '{prefix}' is too short; it should be {PREFIX} ", prefix)
+
+
+def test_a_prefix_that_is_no_name_is_refused(tmp_path, rng):
+    write(tmp_path, per_expert(random_experts(rng), PREFIX))
+    with pytest.raises(TypeError, match="prefix is 0; it must be a name"):
+        moe.load_experts(tmp_path, 0)
+
+
+def test_saving_refuses_what_is_no_mapping_of_weights(tmp_path, rng):
+    weights = random_experts(rng)
+    folder = tmp_path / "model"
+    with pytest.raises(TypeError, match="experts is of type ExpertWeights; it must be a mapping"):
+        moe.save_experts(folder, weights)
+    with pytest.raises(TypeError, match=f"experts has list under '{PREFIX}'"):
+        moe.save_experts(folder, {PREFIX: [weights]})
+    with pytest.raises(TypeError, match="experts has ExpertWeights under 0"):
+        moe.save_experts(folder, {0: weights})
+    assert not folder.exists()
 
 
 def test_a_file_that_was_not_really_downloaded_is_recognised(tmp_path):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax_b12x.moe.checkpoint.files import Checkpoint
@@ -160,6 +161,8 @@ def find_layout(checkpoint: Checkpoint, prefix: str) -> Layout:
         if not name.startswith(prefix + "."):
             continue
         match = _NAME.fullmatch(name[len(prefix) + 1 :])
+        if match is None:
+            _check_prefix_is_not_too_short(checkpoint, prefix)
         tensor = checkpoint.tensor(name)
         if match is None or (match["part"] or "") not in _PARTS:
             raise tensor.error("this is no tensor that load_experts knows")
@@ -183,8 +186,7 @@ def find_layout(checkpoint: Checkpoint, prefix: str) -> Layout:
             raise tensor.error(f"it says the same as {tensors[key]}")
         tensors[key] = tensor
     if not tensors:
-        layers = list_moe_layers(checkpoint)
-        shown = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+        shown = _some(list_moe_layers(checkpoint))
         raise CheckpointError(
             f"{checkpoint.path} has no tensors under {prefix!r}; its experts are under "
             f"{shown or 'no name that is known'}"
@@ -194,6 +196,19 @@ def find_layout(checkpoint: Checkpoint, prefix: str) -> Layout:
             f"{prefix}: no packed weights among {next(iter(tensors.values()))}, ..."
         )
     return _arrange(prefix, conventions.pop(), tensors)
+
+
+def _check_prefix_is_not_too_short(checkpoint: Checkpoint, prefix: str) -> None:
+    layers = list_moe_layers(checkpoint)
+    longer = [layer for layer in layers if layer.startswith(prefix + ".")]
+    if longer and prefix not in layers:
+        raise CheckpointError(
+            f"prefix {prefix!r} is too short; it should be {_some(longer)} (in {checkpoint.path})"
+        )
+
+
+def _some(layers: Sequence[str]) -> str:
+    return ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
 
 
 def _arrange(prefix: str, convention: Convention, tensors: dict[Key, Tensor]) -> Layout:
@@ -219,6 +234,17 @@ def _one_of_two(tensors: dict[Key, Tensor], test: Any, words: str) -> bool:
     if yes and no:
         raise no[0].error(f"it is mixed with {yes[0]}, which is {words}")
     return bool(yes)
+
+
+def _num_bits(quantization: dict[str, Any]) -> Any:
+    """Returns the first ``num_bits`` of compressed-tensors' weights that is not 4, else 4."""
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        num_bits = weights.get("num_bits", 4) if isinstance(weights, dict) else 4
+        if num_bits != 4:
+            return num_bits
+    return 4
 
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -248,11 +274,46 @@ def check_config(checkpoint: Checkpoint, layout: Layout) -> dict[str, Any]:
     return config
 
 
+# Models whose experts have the width ``intermediate_size``; in others it is that of dense layers.
+_EXPERT_INTERMEDIATE_SIZE = ("gpt_oss", "mixtral", "phimoe", "llama4_text")
+
+
+def check_sizes(
+    checkpoint: Checkpoint, layout: Layout, config: dict[str, Any], hidden: int, intermediate: int
+) -> None:
+    """Checks the sizes that ``config.json`` gives against those of the tensors.
+
+    Raises:
+      CheckpointError: they differ.
+    """
+    text = config.get("text_config")
+    # A model of text and more may give its other part's sizes outside ``text_config``.
+    section = text if isinstance(text, dict) else config
+    expected = {"moe_intermediate_size": intermediate}
+    if section.get("moe_latent_size") is None:  # else experts work on a narrower input
+        expected["hidden_size"] = hidden
+    if section.get("model_type", config.get("model_type")) in _EXPERT_INTERMEDIATE_SIZE:
+        expected["intermediate_size"] = intermediate
+    for key, size in expected.items():
+        said = section.get(key)
+        if isinstance(said, int) and said != size:
+            what = "hidden" if key == "hidden_size" else "intermediate"
+            raise CheckpointError(
+                f"{layout.prefix} has {what} {size}, from {next(iter(layout.tensors.values()))}; "
+                f"config.json of {checkpoint.path} says {key} {said}"
+            )
+
+
 def _declared(checkpoint: Checkpoint, config: dict[str, Any]) -> Convention | None:
     """Returns the convention that a configuration declares, ``None`` where it leaves it open."""
     quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict):
+    if quantization is None:
         return None
+    if not isinstance(quantization, dict):
+        raise CheckpointError(
+            f"config.json of {checkpoint.path} has a quantization_config that is no JSON object: "
+            f"{quantization!r}"
+        )
     method = quantization.get("quant_method")
     algorithm, format = quantization.get("quant_algo"), quantization.get("format")
     if method == "mxfp4":
@@ -260,9 +321,10 @@ def _declared(checkpoint: Checkpoint, config: dict[str, Any]) -> Convention | No
     if method == "compressed-tensors":
         if format == "mixed-precision":
             return None
-        if format == "nvfp4-pack-quantized":
+        num_bits = _num_bits(quantization)
+        if format == "nvfp4-pack-quantized" and num_bits == 4:
             return "compressed-tensors"
-        problem = f"format {format!r}"
+        problem = f"format {format!r}, weights of num_bits {num_bits}"
     elif method in ("modelopt", "modelopt_fp4", None):
         group = quantization.get("group_size")
         if algorithm in (None, "MIXED_PRECISION"):

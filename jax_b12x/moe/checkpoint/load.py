@@ -38,7 +38,8 @@ def load_experts(
       prefix: the layer's experts, such as ``"model.layers.3.mlp.experts"``; :func:`list_moe_layers`
         gives those there are.
       w13_order: the order of the rows where gate and up share a tensor. Left out: interleaved for
-        MXFP4 and for models whose ``model_type`` is ``gpt_oss``, else gate first.
+        MXFP4 and for models whose ``model_type`` is ``gpt_oss``, else gate first. Where gate and up
+        are tensors of their own it can't be another than gate first.
       device: a device or sharding for the arrays, as ``jax.device_put`` takes it.
 
     Returns:
@@ -47,7 +48,13 @@ def load_experts(
     Raises:
       CheckpointError: the checkpoint is damaged, incomplete, inconsistent or in a layout that is
         not known; the message names the tensor and the file.
+      TypeError, ValueError: another argument is wrong; the message names it.
     """
+    if not isinstance(prefix, str):
+        raise TypeError(
+            f"prefix is {prefix!r}; it must be a name such as 'model.layers.3.mlp.experts': "
+            "list_moe_layers gives those there are"
+        )
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
     found = layouts.find_layout(checkpoint, prefix)
@@ -59,7 +66,14 @@ def load_experts(
         raise ValueError(
             f"w13_order is {w13_order!r}; it must be 'gate_up', 'up_gate' or 'interleaved'"
         )
-    return _Loader(found, w13_order).load(device)
+    elif w13_order != "gate_up" and not found.fused:
+        raise ValueError(
+            f"w13_order is {w13_order!r}; leave it out: gate and up are tensors of their own under "
+            f"{prefix}, and their names already tell which is which"
+        )
+    loader = _Loader(found, w13_order)
+    layouts.check_sizes(checkpoint, found, config, loader.hidden, loader.intermediate)
+    return loader.load(device)
 
 
 class _Loader:

@@ -41,10 +41,22 @@ def save_experts(
       config: further items of ``config.json``.
 
     Raises:
+      TypeError: ``experts`` is no mapping of names to :class:`ExpertWeights`.
       ValueError: the weights are not NVFP4 in the ``checkpoint`` layout; two tensors have one name;
         or the directory holds other shards, which the new file would contradict.
       CheckpointError: a tensor's dtype cannot be stored.
     """
+    if not isinstance(experts, Mapping):
+        raise TypeError(
+            f"experts is of type {type(experts).__name__}; it must be a mapping of prefixes to "
+            "ExpertWeights, such as {'model.layers.3.mlp.experts': weights}"
+        )
+    for prefix, weights in experts.items():
+        if not isinstance(prefix, str) or not isinstance(weights, ExpertWeights):
+            raise TypeError(
+                f"experts has {type(weights).__name__} under {prefix!r}; it must be a mapping of "
+                "prefixes, such as 'model.layers.3.mlp.experts', to ExpertWeights"
+            )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     strangers = [f.name for f in folder.glob("*.safetensors") if f.name != _FILE]
