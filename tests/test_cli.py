@@ -147,6 +147,12 @@ def test_bench_moe_times_every_path_on_every_case(capsys, tmp_path):
         (("--shapes", "64"), "'64' must be hidden x intermediate"),
         (("--shapes", "64x24"), "intermediate is 24; it must be a positive multiple of 16"),
         (("--paths", "fused,warp"), "'warp' must be one of fused, split, dynamic, oracle, gather"),
+        (("--paths", "fused,tokamax"), "--paths has tokamax; here it may have fused, split"),
+        (("--paths", "gather", "--recipes", "nvfp4"), "gather, which measures --recipes w4a16"),
+        (("--seconds", "nan"), "'nan' must be a number of seconds above 0"),
+        (("--seconds", "-1"), "'-1' must be a number of seconds above 0"),
+        (("--seconds", "0"), "'0' must be a number of seconds above 0"),
+        (("--seconds", "inf"), "'inf' must be a number of seconds above 0"),
         (("--json", "no/such/folder/a.json"), "--json is no/such/folder/a.json; its folder"),
     ],
 )

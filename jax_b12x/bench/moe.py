@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -63,14 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paths",
         type=options.one_or_more_of(PATHS),
-        default=PATHS,
         metavar="P,...",
         help=f"of {', '.join(PATHS)} (default: those that the platform has)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, inputs and routes")
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=options.seconds,
         default=1.0,
         metavar="S",
         help="how long to sample each path on each case (default: 1)",
@@ -81,7 +80,9 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
     """Measures every case on the default device."""
     if args.top_k > args.experts:
         raise ValueError(f"--top-k is {args.top_k}; it must be at most --experts ({args.experts})")
-    if capability.current().platform == "cuda":
+    on_gpu = capability.current().platform == "cuda"
+    args.paths = _paths(args, moe_cuda.paths() if on_gpu else (*IMPLEMENTATIONS, *BASELINES))
+    if on_gpu:
         return _report(args, moe_cuda.measure(args, progress))
     measurements: list[Measurement] = []
     for hidden, intermediate in args.shapes:
@@ -94,6 +95,21 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
                 progress(f"{hidden} x {intermediate}, {recipe}, {num_tokens} tokens")
                 measurements += _measure(args, rng, weights, dense, recipe, num_tokens)
     return _report(args, measurements)
+
+
+def _paths(args: argparse.Namespace, here: Sequence[str]) -> tuple[str, ...]:
+    """Returns the paths to measure, all of ``here`` where none was named."""
+    if args.paths is None:
+        return tuple(here)
+    absent = [path for path in args.paths if path not in here]
+    if absent:
+        raise ValueError(
+            f"--paths has {', '.join(absent)}; here it may have {', '.join(here)}"
+            + ("" if "tokamax" not in absent else " (tokamax: on a GPU, once it is installed)")
+        )
+    if args.paths == ("gather",) and "w4a16" not in args.recipes:
+        raise ValueError("--paths is gather, which measures --recipes w4a16 alone")
+    return tuple(args.paths)
 
 
 def _report(args: argparse.Namespace, measurements: list[Measurement]) -> Report:

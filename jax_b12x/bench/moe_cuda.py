@@ -42,6 +42,11 @@ _GRAPH: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}
 Layer = Callable[[jax.Array, Any, jax.Array, jax.Array], jax.Array]
 
 
+def paths() -> tuple[str, ...]:
+    """Returns what can be measured here: a baseline only where it is installed."""
+    return (*IMPLEMENTATIONS, *(name for name in BASELINES if _ragged_dot(name) is not None))
+
+
 def measure(args: argparse.Namespace, progress: Progress) -> list[Measurement]:
     """Times every path on every case; the options are those of ``bench moe``."""
     progress("read bandwidth")

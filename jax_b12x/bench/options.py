@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,17 @@ def positive(text: str) -> int:
 def positives(text: str) -> tuple[int, ...]:
     """Parses integers from 1, separated by commas: ``1,8,64``."""
     return tuple(positive(part) for part in _parts(text))
+
+
+def seconds(text: str) -> float:
+    """Parses a finite number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+    return value
 
 
 def shapes(text: str) -> tuple[tuple[int, int], ...]:
