@@ -64,6 +64,7 @@ export PIP_USER := 0
 
 help:
 	@echo "make demo       set up, build, and let the model in examples/flax_moe write"
+	@echo "                (with nvcc the CUDA half too, a few minutes; CUDA=off leaves it out)"
 	@echo "make test       set up, build, and run the tests"
 	@echo "make lint       ruff, mypy, clang-format, and the rules between the parts of the code"
 	@echo "make format     let ruff and clang-format rewrite the sources"
@@ -75,6 +76,8 @@ help:
 
 demo: $(BUILD_STAMP)
 	@"$(VENV_PYTHON)" -m examples.flax_moe.demo $(DEMO_ARGS)
+	@echo "To go on: \`. $(VENV)/bin/activate\`, then python is the one of this environment; or" \
+	  "$(VENV_PYTHON) -m jax_b12x doctor"
 
 test: $(BUILD_STAMP)
 	@echo "==> Running the tests"
@@ -165,6 +168,6 @@ $(DOCS_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
 
 $(BUILD_STAMP): $(BUILD_INPUTS) $(DEPS_STAMP)
 	@sh tools/preflight.sh "$(VENV_PYTHON)"
-	@$(STEP) build "Compiling the extension" \
+	@$(STEP) build "Compiling the extension$(if $(filter off,$(CUDA)),, (with nvcc a few minutes; CUDA=off leaves CUDA out))" \
 	  $(PIP) install --no-build-isolation --no-deps --verbose $(CUDA_SETTING) -e .
 	@touch "$@"

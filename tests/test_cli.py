@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -166,6 +167,21 @@ def test_a_missing_or_unknown_command_is_a_usage_error(capsys):
     assert "required: COMMAND" in capsys.readouterr().err
     assert run("dance") == cli.USAGE
     assert "invalid choice: 'dance'" in capsys.readouterr().err
+
+
+def test_a_python_without_the_dependencies_is_told_which_to_use():
+    root = str(pathlib.Path(jax_b12x.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "jax_b12x", "doctor"],  # -S: without site-packages
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": root},
+        cwd=root,
+    )
+    assert done.returncode == cli.FAILED
+    assert "has no jax, numpy, ml_dtypes, rich." in done.stderr
+    assert "`.venv/bin/python -m jax_b12x`" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_module_runs_as_a_program_and_survives_a_closed_pipe():
