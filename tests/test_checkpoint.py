@@ -17,6 +17,8 @@ from checkpoint_writer import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_b12x import moe
 
@@ -159,6 +161,59 @@ def test_layers_are_listed_in_their_order(tmp_path, rng):
     expected = ("model.layers.2.mlp.experts", "model.layers.10.mlp.experts")
     assert moe.list_moe_layers(tmp_path) == expected
     fails(tmp_path, "no tensors under 'model.layers.3.mlp.experts'.*layers.2.mlp.experts")
+
+
+# --- Where arrays go.
+
+
+def test_experts_are_split_over_a_mesh(tmp_path, rng):
+    weights = random_experts(rng, E=4, bias=True)
+    write(tmp_path, stacked(weights, PREFIX))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
+    for spec in (P("ep"), P("ep", None, None), P(("ep",))):
+        loaded = moe.load_experts(tmp_path, PREFIX, device=NamedSharding(mesh, spec))
+        same(loaded, weights)
+        for array in jax.tree.leaves(loaded):
+            assert array.sharding.device_set == set(mesh.devices.flat)
+            shape = (2, *array.shape[1:]) if array.ndim else ()
+            assert {shard.data.shape for shard in array.addressable_shards} == {shape}
+
+
+def test_weights_without_biases_are_split_too(tmp_path, rng):
+    weights = random_experts(rng, "mxfp4", E=4)
+    tensors = {n: array for n, array in gpt_oss(weights, PREFIX).items() if "bias" not in n}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
+    sharding = NamedSharding(mesh, P("ep"))
+    same(moe.load_experts(write(tmp_path, tensors), PREFIX, device=sharding), weights)
+
+
+def test_arrays_go_to_a_device_or_are_replicated(tmp_path, rng):
+    weights = random_experts(rng)
+    write(tmp_path, per_expert(weights, PREFIX))
+    device = jax.devices()[1]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
+    for where, devices in (
+        (None, {jax.devices()[0]}),
+        (device, {device}),
+        (jax.sharding.SingleDeviceSharding(device), {device}),
+        (NamedSharding(mesh, P()), set(jax.devices()[:2])),
+    ):
+        loaded = moe.load_experts(tmp_path, PREFIX, device=where)
+        same(loaded, weights)
+        assert all(array.devices() == devices for array in jax.tree.leaves(loaded))
+        assert all(array.is_fully_replicated for array in jax.tree.leaves(loaded))
+
+
+def test_a_device_that_is_none_or_does_not_fit_is_refused(tmp_path, rng):
+    write(tmp_path, per_expert(random_experts(rng, E=3), PREFIX))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
+    with pytest.raises(ValueError, match="can split the first axis only"):
+        moe.load_experts(tmp_path, PREFIX, device=NamedSharding(mesh, P(None, "ep")))
+    with pytest.raises(ValueError, match=r"device is .*; 3 experts do not split evenly so"):
+        moe.load_experts(tmp_path, PREFIX, device=NamedSharding(mesh, P("ep")))
+    for device in (P("ep"), [jax.devices()[0]], {"w13": jax.devices()[0]}, "cpu"):
+        with pytest.raises(TypeError, match=f"device is of type {type(device).__name__}; it must"):
+            moe.load_experts(tmp_path, PREFIX, device=device)
 
 
 # --- Saving.

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from jax_b12x.moe.checkpoint import layout as layouts
 from jax_b12x.moe.checkpoint.files import Checkpoint
 from jax_b12x.moe.checkpoint.layout import Layout, Part, Projection
+from jax_b12x.moe.checkpoint.placement import Placement
 from jax_b12x.moe.checkpoint.safetensors_file import DTYPES, Tensor
 from jax_b12x.moe.recipe import WeightFormat
 from jax_b12x.moe.weights import BLOCK, ExpertWeights, W13Order
@@ -25,7 +27,7 @@ def load_experts(
     prefix: str,
     *,
     w13_order: W13Order | None = None,
-    device: Any = None,
+    device: jax.Device | Sharding | None = None,
 ) -> ExpertWeights:
     """Loads the experts of one MoE layer.
 
@@ -40,7 +42,10 @@ def load_experts(
       w13_order: the order of the rows where gate and up share a tensor. Left out: interleaved for
         MXFP4 and for models whose ``model_type`` is ``gpt_oss``, else gate first. Where gate and up
         are tensors of their own it can't be another than gate first.
-      device: a device or sharding for the arrays, as ``jax.device_put`` takes it.
+      device: a device, or a sharding for every array whose first axis is experts. A
+        ``NamedSharding`` may split that axis, as ``NamedSharding(mesh, P("ep"))`` does;
+        ``w13_input_scale``, a scalar, is then replicated on its mesh. Left out: JAX's default
+        device.
 
     Returns:
       The weights in the ``checkpoint`` layout.
@@ -55,6 +60,7 @@ def load_experts(
             f"prefix is {prefix!r}; it must be a name such as 'model.layers.3.mlp.experts': "
             "list_moe_layers gives those there are"
         )
+    placement = Placement(device)
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
     found = layouts.find_layout(checkpoint, prefix)
@@ -73,7 +79,7 @@ def load_experts(
         )
     loader = _Loader(found, w13_order)
     layouts.check_sizes(checkpoint, found, config, loader.hidden, loader.intermediate)
-    return loader.load(device)
+    return loader.load(placement)
 
 
 class _Loader:
@@ -151,9 +157,10 @@ class _Loader:
                 f"{self.intermediate} and there are {self.layout.num_experts} experts"
             )
 
-    def load(self, device: Any) -> ExpertWeights:
+    def load(self, placement: Placement) -> ExpertWeights:
         """Reads everything."""
         num_experts = self.layout.num_experts
+        placement.check(num_experts)
         first = self.layout.first_projections
         float8 = ml_dtypes.float8_e4m3fn if self.format == "nvfp4" else ml_dtypes.float8_e8m0fnu
         arrays: dict[str, Any] = {}
@@ -163,12 +170,12 @@ class _Loader:
         ):
             parts = tuple[Projection, ...](projections)
             packed = self._read_rows("weight", parts, rows, columns // 2)
-            arrays[name] = jax.device_put(packed, device)
+            arrays[name] = placement.put(packed)
             del packed
             scale = self._read_rows("scale", parts, rows, columns // self.block).view(float8)
-            arrays[f"{name}_scale"] = jax.device_put(scale, device)
+            arrays[f"{name}_scale"] = placement.put(scale)
             bias = self._read_bias(parts, rows)
-            arrays[f"{name}_bias"] = jax.device_put(bias, device)
+            arrays[f"{name}_bias"] = placement.put(bias)
         w13_global, w2_global = (
             np.ones((num_experts, 2), np.float32),
             np.ones(num_experts, np.float32),
@@ -187,7 +194,7 @@ class _Loader:
             ("w13_input_scale", w13_input),
             ("w2_input_scale", w2_input),
         ):
-            arrays[name] = jax.device_put(value, device)
+            arrays[name] = placement.put(value)
         return ExpertWeights(
             **arrays, format=self.format, hidden=self.hidden, intermediate=self.intermediate
         )
