@@ -216,6 +216,42 @@ def test_a_device_that_is_none_or_does_not_fit_is_refused(tmp_path, rng):
             moe.load_experts(tmp_path, PREFIX, device=device)
 
 
+# --- The activation.
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"hidden_act": "silu"}, moe.SILU),
+        ({"text_config": {"hidden_activation": "silu"}}, moe.SILU),
+        ({**MXFP4, "hidden_act": "silu"}, moe.SWIGLU_OAI),
+        ({**MXFP4, "swiglu_limit": 5}, moe.Activation("swiglu_oai", limit=5.0)),
+        ({"text_config": {"model_type": "gpt_oss"}}, moe.SWIGLU_OAI),
+    ],
+)
+def test_the_activation_is_the_one_that_the_configuration_names(tmp_path, config, expected):
+    write(tmp_path, {"a": np.zeros(1, np.float32)}, config)
+    assert moe.activation_of(tmp_path) == expected
+    assert moe.activation_of(moe.Checkpoint(tmp_path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "names no activation"),
+        ({}, "names no activation"),
+        ({"hidden_act": "gelu"}, "says hidden_act 'gelu'; fused_moe computes silu"),
+        ({"mlp_hidden_act": "relu2"}, "says mlp_hidden_act 'relu2'"),
+        ({"hidden_act": "silu", "swiglu_limit": 10}, "'silu' with swiglu_limit 10"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit 0; it must be positive"),
+    ],
+)
+def test_an_activation_that_is_not_computed_is_named(tmp_path, config, message):
+    write(tmp_path, {"a": np.zeros(1, np.float32)}, config)
+    with pytest.raises(moe.CheckpointError, match=f"config.json of {tmp_path} .*{message}"):
+        moe.activation_of(tmp_path)
+
+
 # --- Saving.
 
 

@@ -23,7 +23,7 @@ def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
         *(draw(shape, np.float32) for shape in ((16, 512, 1024), (16, 512, 1024), (16, 1024, 512)))
     )
     prefix = "model.layers.0.mlp.experts"
-    moe.save_experts("path/to/model", {prefix: experts})
+    moe.save_experts("path/to/model", {prefix: experts}, config={"hidden_act": "silu"})
     names = {}
     blocks = [block for page in PAGES for block in python_blocks(page)]
     assert len(python_blocks(PAGES[0])) >= 3

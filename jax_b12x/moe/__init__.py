@@ -4,6 +4,7 @@ from jax_b12x.moe import reference, routing
 from jax_b12x.moe.checkpoint import (
     Checkpoint,
     CheckpointError,
+    activation_of,
     list_moe_layers,
     load_experts,
     save_experts,
@@ -26,6 +27,7 @@ __all__ = [
     "MoePlan",
     "Overlap",
     "Recipe",
+    "activation_of",
     "fused_moe",
     "get_recipe",
     "list_moe_layers",

@@ -33,7 +33,8 @@ def load_experts(
 
     The layout (ModelOpt NVFP4, compressed-tensors NVFP4, GPT-OSS MXFP4; a tensor for each expert or
     stacked) is recognised from the tensors and checked against ``config.json``. Weights are read
-    one expert at a time into the packed arrays; nothing is dequantized.
+    one expert at a time into the packed arrays; nothing is dequantized. The activation is no part
+    of them: :func:`activation_of` returns it.
 
     Args:
       checkpoint: an open checkpoint, or the path of a file or directory.
