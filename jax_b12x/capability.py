@@ -95,9 +95,10 @@ def devices() -> list[jax.Device]:
         return jax.devices()
     except AssertionError:
         # All that JAX says where it is told to use CUDA alone and has no plugin for it.
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined, unused-ignore]
         raise RuntimeError(
-            f"JAX has none of the platforms it is told to use (JAX_PLATFORMS is "
-            f"{jax.config.jax_platforms!r}); `pip install 'jax[cuda13]'` brings CUDA, "
+            f"JAX has none of the platforms it is told to use (JAX_PLATFORMS is {platforms!r}); "
+            "`pip install 'jax[cuda13]'` brings CUDA, "
             "JAX_PLATFORMS=cpu does without"
         ) from None
 
