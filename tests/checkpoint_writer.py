@@ -3,9 +3,12 @@
 import json
 import struct
 
+import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
+from jax_b12x import moe
 from jax_b12x.moe import ExpertWeights
 
 DTYPES = {
@@ -15,6 +18,16 @@ DTYPES = {
     np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
     np.dtype(ml_dtypes.float8_e8m0fnu): "F8_E8M0",
 }
+
+PREFIX = "model.layers.3.mlp.experts"
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+COMPRESSED = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+    }
+}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}, "model_type": "gpt_oss"}
 
 
 def write_file(path, tensors):
@@ -142,3 +155,31 @@ def gpt_oss(weights, prefix):
         bias = reorder(getattr(weights, f"{key}_bias"))
         out[f"{prefix}.{name}_bias"] = bias.astype(ml_dtypes.bfloat16)
     return out
+
+
+def same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+
+    def check(a, b):
+        a, b = np.atleast_1d(a), np.atleast_1d(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+    jax.tree.map(check, actual, expected)
+
+
+def write(folder, tensors, config=None):
+    write_file(folder / "model.safetensors", tensors)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def fails(folder, message, prefix=PREFIX, **arguments):
+    with pytest.raises(moe.CheckpointError, match=message) as caught:
+        moe.load_experts(folder, prefix, **arguments)
+    assert "safetensors" in str(caught.value) or str(folder) in str(caught.value)
+
+
+def first(tensors, *words):
+    return next(name for name in tensors if all(word in name for word in words))
