@@ -34,7 +34,8 @@ DEPS_STAMP := $(STAMPS)/deps$(addprefix -jax-,$(JAX))
 LINT_STAMP := $(STAMPS)/lint
 PACKAGE_STAMP := $(STAMPS)/package
 DOCS_STAMP := $(STAMPS)/docs
-BUILD_STAMP := $(STAMPS)/build
+# A build with another CUDA setting is another build.
+BUILD_STAMP := $(STAMPS)/build-cuda-$(CUDA)
 
 # What the extension is compiled from. Python files are not here: the install is editable.
 BUILD_INPUTS := CMakeLists.txt pyproject.toml tools/find_nvcc.py $(shell find cmake ffi cuda -type f 2>/dev/null)
@@ -128,7 +129,7 @@ bazel-test: $(DEPS_STAMP)
 
 clean:
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@rm -f "$(BUILD_STAMP)"
+	@rm -f "$(STAMPS)"/build*
 	@find jax_b12x tests examples tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean
@@ -141,7 +142,7 @@ $(VENV_STAMP):
 	@touch "$@"
 
 $(DEPS_STAMP): pyproject.toml tools/requirements.py $(VENV_STAMP)
-	@rm -f "$(STAMPS)"/deps* "$(BUILD_STAMP)"
+	@rm -f "$(STAMPS)"/deps* "$(STAMPS)"/build*
 	@"$(VENV_PYTHON)" tools/requirements.py --jax "$(JAX)" build runtime test example \
 	  > "$(STAMPS)/requirements.txt"
 	@$(STEP) deps "Installing jax and what else is needed (a few hundred MB the first time)" \
@@ -170,4 +171,4 @@ $(BUILD_STAMP): $(BUILD_INPUTS) $(DEPS_STAMP)
 	@sh tools/preflight.sh "$(VENV_PYTHON)"
 	@$(STEP) build "Compiling the extension$(if $(filter off,$(CUDA)),, (with nvcc a few minutes; CUDA=off leaves CUDA out))" \
 	  $(PIP) install --no-build-isolation --no-deps --verbose $(CUDA_SETTING) -e .
-	@touch "$@"
+	@rm -f "$(STAMPS)"/build* && touch "$@"

@@ -155,9 +155,9 @@ def test_explain_says_what_was_chosen_and_why():
 
 
 def test_cpu_plan_says_which_instruction_set_is_forced(monkeypatch):
-    assert "instructions    auto" in make().explain()
+    assert "instructions    the widest that the processor has" in make().explain()
     monkeypatch.setenv("B12X_HOST_ISA", "baseline")
-    assert "instructions    baseline" in make().explain()
+    assert "instructions    baseline (B12X_HOST_ISA)" in make().explain()
     assert make() != dataclasses.replace(make(), host_isa="auto")
 
 

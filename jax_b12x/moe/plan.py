@@ -82,10 +82,15 @@ class MoePlan:
             f"  weight layout   {self.weight_layout}",
             f"  scratch         {self.scratch_bytes:,} bytes",
             f"  geometry        {parameters or 'none'}",
-            *([f"  instructions    {self.host_isa}"] if self.platform == "cpu" else []),
+            *([f"  instructions    {self._instructions()}"] if self.platform == "cpu" else []),
             "  because",
         ]
         return "\n".join([*lines, *(f"    - {reason}" for reason in self.reasons)])
+
+    def _instructions(self) -> str:
+        if self.host_isa == "auto":
+            return "the widest that the processor has"
+        return f"{self.host_isa} (B12X_HOST_ISA)"
 
 
 def plan(
