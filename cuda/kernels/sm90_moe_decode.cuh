@@ -7,12 +7,10 @@
 // the same bits.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "cuda/formats/fp4_tile.cuh"
+#include "cuda/moe/activation.cuh"
 #include "cuda/moe/nvfp4_quantize.cuh"
 #include "cuda/moe/params.h"
 #include "cuda/moe/weight_stream.cuh"
@@ -40,26 +38,6 @@ using Nvfp4 = DecodeRecipe<false, ScaleFormat::kE4M3, true>;
 
 // Which products a launch computes.
 enum class DecodePart { kBoth, kFc1, kFc2 };
-
-__device__ __forceinline__ float to_float(uint16_t bits, bool fp16) {
-  return fp16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t{bits} << 16);
-}
-
-__device__ __forceinline__ uint16_t from_float(float v, bool fp16) {
-  return fp16 ? __half_as_ushort(__float2half_rn(v)) : __bfloat16_as_ushort(__float2bfloat16_rn(v));
-}
-
-__device__ __forceinline__ float activate(const MoeDecodeParams& p, float gate, float up) {
-  if (p.activation == Activation::kSilu) {
-    return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate))), up);
-  }
-  // Comparisons that a NaN fails leave it as it is.
-  if (gate > p.limit) gate = p.limit;
-  if (up > p.limit) up = p.limit;
-  if (up < -p.limit) up = -p.limit;
-  const float sigmoid = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-__fmul_rn(p.alpha, gate))));
-  return __fmul_rn(__fmul_rn(__fadd_rn(up, 1.0f), gate), sigmoid);
-}
 
 // Adds the partial sums of a team's warps, in the order of the reduction axis. The warps take turns
 // in adding up; the others go on to their next unit.
@@ -563,7 +541,8 @@ class MoeDecode {
     float h[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      h[i] = activate(p, __fadd_rn(__fmul_rn(acc[i], factors.first), gate_bias),
+      h[i] = activate(p.activation, p.alpha, p.limit,
+                      __fadd_rn(__fmul_rn(acc[i], factors.first), gate_bias),
                       __fadd_rn(__fmul_rn(acc[2 + i], factors.second), up_bias));
     }
     const int width = p.plan.shape.fc2_k_tiles * kTileColumns;

@@ -6,18 +6,12 @@
 #include <cstdint>
 
 #include "cuda/kernels/sm90_moe_decode_kernels.h"
+#include "cuda/launch/status.h"
 #include "cuda/moe/params.h"
 
 namespace b12x {
 
 enum class DecodeLaunch { kFused, kSplit };
-
-// Why a launch was refused before anything ran; `reason` is null when it was not.
-struct LaunchStatus {
-  cudaError_t error = cudaSuccess;
-  const char* reason = nullptr;
-  bool ok() const { return error == cudaSuccess && reason == nullptr; }
-};
 
 // Scratch for a call of `num_tokens` tokens: h, then y and the quantized x where there are any.
 struct MoeDecodeScratch {

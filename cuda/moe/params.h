@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace b12x {
+#include "cuda/moe/activation.h"
 
-enum class Activation : int32_t { kSilu = 0, kSwigluOai = 1 };
+namespace b12x {
 
 // How the second product is shared out.
 enum class Fc2Order : int32_t {
