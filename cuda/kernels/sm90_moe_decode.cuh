@@ -223,8 +223,8 @@ class MoeDecode {
     product<2>(static_cast<const char*>(p.h), p.plan.shape.fc2_k_tiles * kTileColumns * 2, false);
   }
 
-  // out = sum over top-k of weight * y, in the order of the slots.
-  __device__ __forceinline__ void finish_owner() {
+  // out = sum over top-k of weight * y, in the order of the slots; NaN where `valid` is false.
+  __device__ __forceinline__ void finish_owner(bool valid = true) {
     __syncthreads();  // y of all warps
     const WorkTables t = tables();
     const int column = threadIdx.x & 15;
@@ -238,12 +238,12 @@ class MoeDecode {
           if (y_row == kNoRow) continue;
           total = __fmaf_rn(t.pair_weight[token * p.top_k + s], y[y_row * 16], total);
         }
-        if (row < p.hidden) store_out(token, row, total);
+        if (row < p.hidden) store_out(token, row, valid ? total : __uint_as_float(kNanBits));
       }
     }
   }
 
-  __device__ __forceinline__ void finish_expert() {
+  __device__ __forceinline__ void finish_expert(bool valid = true) {
     const WorkTables t = tables();
     const int columns = p.plan.shape.fc2_row_tiles * 16;
     const int quads = p.hidden / 4;
@@ -262,7 +262,9 @@ class MoeDecode {
         total[3] = __fmaf_rn(weight, __uint_as_float(y.w), total[3]);
       }
 #pragma unroll
-      for (int c = 0; c < 4; ++c) store_out(token, column + c, total[c]);
+      for (int c = 0; c < 4; ++c) {
+        store_out(token, column + c, valid ? total[c] : __uint_as_float(kNanBits));
+      }
     }
   }
 
@@ -611,6 +613,8 @@ class MoeDecode {
     static_cast<uint16_t*>(p.out)[static_cast<int64_t>(token) * p.hidden + column] =
         from_float(value, fp16);
   }
+
+  static constexpr uint32_t kNanBits = 0x7FFFFFFF;
 
   const MoeDecodeParams& p;
   const int lane, warp;

@@ -24,7 +24,7 @@ const char* refusal(const MoeDecodeParams& p) {
   if (items * std::max(shape.fc1_row_tiles, shape.fc2_row_tiles) >= 1 << 24) {
     return "num_tokens * top_k * hidden (or intermediate) is too large for one launch";
   }
-  if (g.grid < 1) return "geometry.grid must be at least 1";
+  if (g.grid < 1 || g.grid > kMoeMaxGrid) return "geometry.grid must be between 1 and 4096";
   if (g.stages < 1 || g.stages > 32) return "geometry.stages must be between 1 and 32";
   if (!split_ok(g.fc1_split)) return "geometry.fc1_split must be 1, 2, 4, 8 or 16";
   if (!split_ok(g.fc2_split)) return "geometry.fc2_split must be 1, 2, 4, 8 or 16";
@@ -62,10 +62,11 @@ cudaError_t launch_kernel(MoeDecodeKernel kernel, const MoeDecodeParams& params,
 }
 
 cudaError_t launch_group(const MoeDecodeParams& params, DecodeRecipeId recipe, DecodeLaunch launch,
-                         int shared_bytes, cudaStream_t stream) {
+                         int shared_bytes, cudaStream_t stream, DecodeResidency residency) {
   if (launch == DecodeLaunch::kFused) {
     return launch_kernel(fused_kernel(recipe), params, shared_bytes, stream,
-                         cudaLaunchAttributeCooperative);
+                         residency == DecodeResidency::kCooperative ? cudaLaunchAttributeCooperative
+                                                                    : cudaLaunchAttributeIgnore);
   }
   const SplitKernels kernels = split_kernels(recipe);
   constexpr auto kOverlap = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -102,7 +103,8 @@ MoeDecodeScratch moe_decode_scratch(int32_t num_tokens, int32_t top_k, int32_t h
 }
 
 LaunchStatus launch_moe_decode(MoeDecodeParams params, DecodeRecipeId recipe, DecodeLaunch launch,
-                               void* scratch, int64_t scratch_bytes, cudaStream_t stream) {
+                               void* scratch, int64_t scratch_bytes, cudaStream_t stream,
+                               DecodeResidency residency) {
   if (const char* reason = refusal(params)) return {cudaErrorInvalidValue, reason};
   const int32_t num_tokens = params.num_tokens;
   const bool quantized = recipe == DecodeRecipeId::kNvfp4;
@@ -126,8 +128,10 @@ LaunchStatus launch_moe_decode(MoeDecodeParams params, DecodeRecipeId recipe, De
     if (group.plan.shared.bytes > kMaxSharedBytes) {
       return {cudaErrorInvalidValue, "the geometry needs more shared memory than a CTA may have"};
     }
-    if (cudaError_t e = launch_group(group, recipe, launch, group.plan.shared.bytes, stream))
+    if (cudaError_t e =
+            launch_group(group, recipe, launch, group.plan.shared.bytes, stream, residency)) {
       return {e, nullptr};
+    }
   }
   return {};
 }

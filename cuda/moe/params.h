@@ -28,6 +28,7 @@ struct MoeDecodeGeometry {
 
 inline constexpr int kMoeDecodeWarps = 16;
 inline constexpr int kMoeDecodeThreads = 32 * kMoeDecodeWarps;
+inline constexpr int kMoeMaxGrid = 1 << 12;
 inline constexpr int kMoeMaxTokens = 64;
 inline constexpr int kMoeMaxTopK = 16;
 inline constexpr int kMoeMaxExperts = 1024;
@@ -142,6 +143,16 @@ inline MoeDecodePlan PlanOf(int32_t num_tokens, int32_t top_k, int32_t hidden, i
   return plan;
 }
 
+// What the grid barrier of a fused launch lives in; cuda/moe/grid_barrier.cuh. Split launches need
+// none.
+struct GridBarrierParams {
+  uint64_t* word;       // on the device: zeroed once, then left alone; one launch at a time uses it
+  uint32_t* fault;      // set to 1 when a wait's time is up; may be memory of the host, may be null
+  uint64_t timeout_ns;  // how long a CTA waits for the others
+};
+
+inline constexpr uint64_t kGridBarrierTimeoutNs = 2'000'000'000;
+
 struct MoeDecodeParams {
   const void* x;              // [num_tokens, hidden], bf16 or fp16
   const int32_t* topk_ids;    // [num_tokens, top_k]
@@ -158,6 +169,7 @@ struct MoeDecodeParams {
   void* h;                 // scratch: 16-bit [num_tokens * top_k, fc2_k_tiles * 128]
   void* input;             // scratch of nvfp4: bf16 [num_tokens, fc1_k_tiles * 128] (not in_shared)
   float* y;                // scratch of Fc2Order::kExpert: [num_tokens * top_k, fc2_row_tiles * 16]
+  GridBarrierParams barrier;  // of fused launches
 
   int32_t num_tokens;
   int32_t hidden;
