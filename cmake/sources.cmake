@@ -4,10 +4,13 @@
 set(B12X_HOST_SOURCES
     ffi/host/all_reduce.cc
     ffi/host/dcp.cc
+    ffi/host/dense_dot.cc
+    ffi/host/dense_mlp.cc
     ffi/host/isa.cc
     ffi/host/kernels_baseline.cc
     ffi/host/moe.cc
     ffi/host/parallel.cc
+    ffi/host/router.cc
     ffi/host/rows.cc
     ffi/host/scratch.cc
     ffi/host/tables.cc)
@@ -41,7 +44,9 @@ set(B12X_MODULE_SOURCES
     ffi/handlers/channel_call_cpu.cc
     ffi/handlers/comm_cpu.cc
     ffi/handlers/dcp_cpu.cc
-    ffi/handlers/moe_cpu.cc)
+    ffi/handlers/dense_mlp_cpu.cc
+    ffi/handlers/moe_cpu.cc
+    ffi/handlers/router_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
 set(B12X_CUDA_SOURCES
     cuda/kernels/dcp_combine.cu

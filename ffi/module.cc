@@ -19,6 +19,8 @@ void Fill(b12x::ffi::Registry& registry) {
   b12x::ffi::RegisterMoeCpu(registry);
   b12x::ffi::RegisterCommCpu(registry);
   b12x::ffi::RegisterDcpCpu(registry);
+  b12x::ffi::RegisterDenseMlpCpu(registry);
+  b12x::ffi::RegisterRouterCpu(registry);
 }
 
 }  // namespace

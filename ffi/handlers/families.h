@@ -10,9 +10,11 @@ void RegisterCommCpu(Registry& registry);
 void RegisterCommCuda(Registry& registry);
 void RegisterDcpCpu(Registry& registry);
 void RegisterDcpCuda(Registry& registry);
+void RegisterDenseMlpCpu(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
 void RegisterMoeCuda(Registry& registry);
 void RegisterReadBandwidthCuda(Registry& registry);
+void RegisterRouterCpu(Registry& registry);
 
 }  // namespace b12x::ffi
 

@@ -4,10 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <string_view>
 #include <vector>
 
+#include "ffi/handlers/buffer_checks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace b12x::ffi {
@@ -31,29 +31,10 @@ enum MoeOperand : size_t {
 
 enum MoeResult : size_t { kOut, kScratch, kNumMoeResults };
 
-inline std::string ShapeText(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  }
-  return text + "]";
-}
-
 // Checks one buffer; the error names it, what it was and what it must be.
 inline xla::ffi::Error CheckBuffer(std::string_view name, const xla::ffi::AnyBuffer& buffer,
                                    xla::ffi::DataType dtype, const std::vector<int64_t>& shape) {
-  if (buffer.element_type() != dtype) {
-    return xla::ffi::Error::InvalidArgument(
-        "b12x_moe: " + std::string(name) + " has XLA element type " +
-        std::to_string(static_cast<int>(buffer.element_type())) + "; it must be " +
-        std::to_string(static_cast<int>(dtype)));
-  }
-  const std::vector<int64_t> actual(buffer.dimensions().begin(), buffer.dimensions().end());
-  if (actual != shape) {
-    return xla::ffi::Error::InvalidArgument("b12x_moe: " + std::string(name) + " has shape " +
-                                            ShapeText(actual) + "; it must be " + ShapeText(shape));
-  }
-  return xla::ffi::Error::Success();
+  return CheckBuffer("b12x_moe", name, buffer, dtype, shape);
 }
 
 }  // namespace b12x::ffi

@@ -187,15 +187,17 @@ float UsableGlobalScale(float global_scale) {
   return std::isfinite(global_scale) && global_scale > 0 ? global_scale : 0.0f;
 }
 
+float Sigmoid(float value) { return 1.0f / (1.0f + std::exp(-value)); }
+
 float Activate(float gate, float up, const Activation& activation) {
   if (activation.kind == ActivationKind::kSilu) {
-    return gate * (1.0f / (1.0f + std::exp(-gate))) * up;
+    return gate * Sigmoid(gate) * up;
   }
   // Written so that a NaN stays one.
   if (gate > activation.limit) gate = activation.limit;
   if (up > activation.limit) up = activation.limit;
   if (up < -activation.limit) up = -activation.limit;
-  return (up + 1.0f) * gate * (1.0f / (1.0f + std::exp(-activation.alpha * gate)));
+  return (up + 1.0f) * gate * Sigmoid(activation.alpha * gate);
 }
 
 }  // namespace b12x::host

@@ -37,6 +37,8 @@ void ClearFp4Tail(int64_t columns, Fp4Group* row);
 // A global scale, or 0 where it is not positive and finite: the tensor then means zeros.
 float UsableGlobalScale(float global_scale);
 
+float Sigmoid(float value);
+
 // Applies the activation, in fp32: `jax_b12x.moe.Activation` says what it is.
 float Activate(float gate, float up, const Activation& activation);
 

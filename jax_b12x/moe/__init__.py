@@ -9,6 +9,7 @@ from jax_b12x.moe.checkpoint import (
     load_experts,
     save_experts,
 )
+from jax_b12x.moe.dense import DenseExpert, dense_mlp
 from jax_b12x.moe.op import TARGET, fused_moe
 from jax_b12x.moe.plan import Implementation, MoePlan, Overlap, plan
 from jax_b12x.moe.recipe import RECIPES, SILU, SWIGLU_OAI, Activation, Recipe, get_recipe
@@ -22,12 +23,14 @@ __all__ = [
     "Activation",
     "Checkpoint",
     "CheckpointError",
+    "DenseExpert",
     "ExpertWeights",
     "Implementation",
     "MoePlan",
     "Overlap",
     "Recipe",
     "activation_of",
+    "dense_mlp",
     "fused_moe",
     "get_recipe",
     "list_moe_layers",

@@ -1,10 +1,11 @@
-"""The meaning of the MoE op, in plain ``jnp`` and fp32: what every kernel is compared with."""
+"""The meaning of the MoE ops, in plain ``jnp`` and fp32: what every kernel is compared with."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.recipe import SILU, Activation, Recipe, WeightFormat, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
 from jax_b12x.quant import QuantizedTensor, mxfp4, nvfp4
@@ -84,6 +85,32 @@ def _expert(
     h, h_scale = _input(h, one.w2_input_scale, recipe)
     y = _dot(h, _unscaled(one.w2, one.w2_scale, one.format)) * (h_scale * one.w2_global_scale)
     return y + one.w2_bias if one.w2_bias.size else y
+
+
+def dense_mlp(x: jax.Array, expert: DenseExpert, *, activation: Activation = SILU) -> jax.Array:
+    """Returns the dense MLP's output; see :func:`jax_b12x.moe.dense_mlp`.
+
+    Args:
+      x: ``f32|bf16|f16[num_tokens, hidden]``.
+      expert: the weights.
+      activation: between the two products.
+
+    Returns:
+      ``x.dtype[num_tokens, hidden]``.
+    """
+    w13, w2 = expert.w13.astype(jnp.float32), expert.w2.astype(jnp.float32)
+    product = _dot(x.astype(jnp.float32), w13)
+    if expert.w13_bias is not None:
+        product = product + expert.w13_bias
+    gate, up = jnp.split(product, 2, axis=1)
+    h = activate(gate, up, activation).astype(x.dtype)
+    y = _dot(h.astype(jnp.float32), w2)
+    if expert.w2_bias is not None:
+        y = y + expert.w2_bias
+    if expert.shared_gate is not None:
+        gate_row = expert.shared_gate.astype(jnp.float32)[None, :]
+        y = y * jax.nn.sigmoid(_dot(x.astype(jnp.float32), gate_row))
+    return y.astype(x.dtype)
 
 
 def activate(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:

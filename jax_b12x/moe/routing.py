@@ -1,20 +1,39 @@
 """Routing: which experts each token goes to, and with what weight.
 
 Everything is computed in fp32. Equal scores go to the expert with the lowest index. A padding token
-gets
-the padding route: every id -1 and every weight 0, so that the experts leave it out. A token with a
-NaN among its logits gets valid ids and NaN weights, so that the NaN shows in its output and in no
-other. An infinite logit is an ordinary largest or smallest score.
+gets the padding route: every id -1 and every weight 0, so that the experts leave it out. A token
+with a NaN among its logits gets valid ids and NaN weights, so that the NaN shows in its output and
+in no other. An infinite logit is an ordinary largest or smallest score.
+
+:func:`softmax_topk` and :func:`sigmoid_topk` route by logits, in plain ``jnp``; :func:`route` makes
+the logits as well, in one FFI call.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_b12x import _native
+from jax_b12x.moe.token_call import absent_as_scalar, token_call
+
+TARGET = "b12x_router"
 PADDING = -1
+MAX_EXPERTS = 1024
+MAX_TOP_K = 16
+
+Scoring = Literal["softmax", "sigmoid"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_BLOCK = 16
+# Tokens for which the CPU's scratch is made, at most.
+_MAX_TOKENS = 64
 
 
 def softmax_topk(
@@ -93,18 +112,8 @@ def sigmoid_topk(
     """
     logits, valid, nan = _check(logits, top_k, num_valid_tokens, token_mask)
     num_tokens, num_experts = logits.shape
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(
-            f"num_groups is {num_groups}; it must divide the {num_experts} experts of logits"
-        )
+    _check_groups(num_experts, top_k, num_groups, topk_groups)
     group_size = num_experts // num_groups
-    if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"topk_groups is {topk_groups}; it must be within [1, {num_groups}]")
-    if top_k > topk_groups * group_size:
-        raise ValueError(
-            f"top_k is {top_k}; {topk_groups} groups of {group_size} experts offer no more than "
-            f"{topk_groups * group_size}"
-        )
     scores = jax.nn.sigmoid(logits)
     biased = scores
     if correction_bias is not None:
@@ -128,6 +137,228 @@ def sigmoid_topk(
     return _finish(ids, weights * jnp.float32(routed_scaling_factor), valid, nan)
 
 
+def route(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    top_k: int,
+    scoring: Scoring = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    token_mask: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Multiplies tokens with a router's weights and chooses their experts, in one FFI call.
+
+    It is made for decode: on an NVIDIA GPU 1 to 8 tokens take one group of CTAs and more tokens one
+    for each 8; for a prefill, a matrix product of XLA before :func:`softmax_topk` is faster. It
+    works under ``jit``, inside ``shard_map``, and under ``vmap`` over tokens. It has no derivative:
+    differentiate :func:`route_reference`.
+
+    Given its logits, ids are those of :func:`softmax_topk` or :func:`sigmoid_topk`, and weights
+    differ from theirs by at most ``(top_k + 8) * 2**-23`` of their size, and by
+    ``(num_experts + 8) * 2**-23`` where a softmax over all experts is not renormalized: the
+    exponential function and the order of a sum are the implementation's own. Sigmoid scores that
+    differ by less than two units in the last place may be ordered either way.
+
+    Args:
+      x: ``f32|bf16|f16[num_tokens, hidden]``; ``hidden`` is a multiple of 16.
+      weight: ``f32|bf16|f16[num_experts, hidden]``, at most 1024 experts.
+      bias: ``float32[num_experts]``. With ``softmax`` it is added to the logits (GPT-OSS); with
+        ``sigmoid`` it is the correction bias, which takes part in choosing only (DeepSeek-V3).
+      top_k: routes a token, at most 16.
+      scoring: ``"softmax"`` or ``"sigmoid"``.
+      renormalize: whether a token's weights are divided by their sum.
+      scale: what the weights are multiplied with in the end (``routed_scaling_factor``).
+      num_groups: groups of experts; only with ``sigmoid``.
+      topk_groups: groups that a token may use; only with ``sigmoid``.
+      token_mask: ``bool[num_tokens]``; tokens where it is false are padding.
+
+    Returns:
+      ``topk_ids: int32[num_tokens, top_k]``, best first,
+      ``topk_weights: float32[num_tokens, top_k]`` and
+      ``logits: float32[num_tokens, num_experts]``, accumulated in fp32.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: an argument has the wrong shape or is out of range.
+      NativeError: the extension is not built.
+    """
+    options = _Options(top_k, scoring, renormalize, float(scale), num_groups, topk_groups)
+    _check_route(x, weight, bias, options, token_mask)
+    if x.shape[0] == 0:
+        return (
+            jnp.zeros((0, top_k), jnp.int32),
+            jnp.zeros((0, top_k), jnp.float32),
+            jnp.zeros((0, weight.shape[0]), jnp.float32),
+        )
+    ids, weights, logits = _route_call(options)((x, token_mask), (weight, bias))
+    return ids, weights, logits
+
+
+def route_reference(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    top_k: int,
+    scoring: Scoring = "softmax",
+    renormalize: bool = True,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    token_mask: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what :func:`route` does, in plain ``jnp``."""
+    logits = jnp.matmul(
+        x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST
+    )
+    if scoring == "softmax":
+        if bias is not None:
+            logits = logits + bias
+        ids, weights = softmax_topk(logits, top_k, renormalize=renormalize, token_mask=token_mask)
+        return ids, weights * jnp.float32(scale), logits
+    ids, weights = sigmoid_topk(
+        logits,
+        top_k,
+        correction_bias=bias,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        renormalize=renormalize,
+        routed_scaling_factor=scale,
+        token_mask=token_mask,
+    )
+    return ids, weights, logits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    top_k: int
+    scoring: Scoring
+    renormalize: bool
+    scale: float
+    num_groups: int
+    topk_groups: int
+
+
+@functools.lru_cache(maxsize=64)
+def _route_call(options: _Options) -> Any:
+    return token_call(
+        "route",
+        "differentiate jax_b12x.moe.routing.route_reference",
+        functools.partial(_run_route, options),
+    )
+
+
+def _run_route(
+    options: _Options,
+    tokens: tuple[jax.Array, jax.Array | None],
+    weights: tuple[jax.Array, jax.Array | None],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    _native.ensure_registered()
+    (x, token_mask), (weight, bias) = tokens, weights
+    num_tokens, hidden = x.shape
+    num_experts = weight.shape[0]
+    results = (
+        # Inside shard_map they vary as x does.
+        jax.typeof(x).update(shape=(num_tokens, options.top_k), dtype=jnp.dtype(jnp.int32)),
+        jax.typeof(x).update(shape=(num_tokens, options.top_k), dtype=jnp.dtype(jnp.float32)),
+        jax.typeof(x).update(shape=(num_tokens, num_experts), dtype=jnp.dtype(jnp.float32)),
+        jax.core.ShapedArray(
+            (4 * min(num_tokens, _MAX_TOKENS) * (hidden + 2 * num_experts),), jnp.uint8
+        ),
+    )
+    ids, route_weights, logits, _ = jax.ffi.ffi_call(TARGET, results)(
+        x,
+        weight,
+        absent_as_scalar(bias),
+        absent_as_scalar(token_mask),
+        scoring=options.scoring,
+        renormalize=options.renormalize,
+        scale=np.float32(options.scale),
+        num_groups=np.int64(options.num_groups),
+        topk_groups=np.int64(options.topk_groups),
+    )
+    return ids, route_weights, logits
+
+
+def _check_route(
+    x: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    options: _Options,
+    token_mask: jax.Array | None,
+) -> None:
+    for name, array, shape in (
+        ("x", x, "[num_tokens, hidden]"),
+        ("weight", weight, "[num_experts, hidden]"),
+    ):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
+        if array.dtype.name not in _DTYPES:
+            raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {_list(_DTYPES)}")
+        if len(array.shape) != 2:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
+    hidden, num_experts = x.shape[1], weight.shape[0]
+    if hidden < _BLOCK or hidden % _BLOCK:
+        raise ValueError(f"x has shape {x.shape}; hidden must be a positive multiple of {_BLOCK}")
+    if weight.shape[1] != hidden:
+        raise ValueError(
+            f"weight has shape {weight.shape}; its rows must have the {hidden} columns of x"
+        )
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(
+            f"weight has {num_experts} rows; the experts must be within [1, {MAX_EXPERTS}]"
+        )
+    most = min(MAX_TOP_K, num_experts)
+    if not 1 <= options.top_k <= most:
+        raise ValueError(
+            f"top_k is {options.top_k}; it must be within [1, {most}], for {num_experts} experts"
+        )
+    if bias is not None:
+        if bias.dtype != jnp.float32:
+            raise TypeError(f"bias has dtype {bias.dtype.name}; it must be float32")
+        if bias.shape != (num_experts,):
+            raise ValueError(f"bias has shape {bias.shape}; it must be ({num_experts},)")
+    if token_mask is not None:
+        _check_token_mask(token_mask, x.shape[0])
+    if options.scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring is {options.scoring!r}; it must be 'softmax' or 'sigmoid'")
+    if options.scoring == "softmax" and (options.num_groups, options.topk_groups) != (1, 1):
+        raise ValueError(
+            f"num_groups is {options.num_groups} and topk_groups {options.topk_groups}; with "
+            "scoring 'softmax' both must be 1"
+        )
+    _check_groups(num_experts, options.top_k, options.num_groups, options.topk_groups)
+
+
+def _list(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups is {num_groups}; it must divide the {num_experts} experts")
+    group_size = num_experts // num_groups
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups is {topk_groups}; it must be within [1, {num_groups}]")
+    if top_k > topk_groups * group_size:
+        raise ValueError(
+            f"top_k is {top_k}; {topk_groups} groups of {group_size} experts offer no more than "
+            f"{topk_groups * group_size}"
+        )
+
+
+def _check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
+    if token_mask.shape != (num_tokens,) or token_mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"token_mask is {token_mask.dtype.name}{list(token_mask.shape)}; it must be "
+            f"bool[{num_tokens}]"
+        )
+
+
 def _check(
     logits: jax.Array,
     top_k: int,
@@ -148,11 +379,7 @@ def _check(
     if num_valid_tokens is not None:
         valid &= jnp.arange(num_tokens) < jnp.asarray(num_valid_tokens)
     if token_mask is not None:
-        if token_mask.shape != (num_tokens,) or token_mask.dtype != jnp.bool_:
-            raise ValueError(
-                f"token_mask is {token_mask.dtype.name}{list(token_mask.shape)}; it must be "
-                f"bool[{num_tokens}]"
-            )
+        _check_token_mask(token_mask, num_tokens)
         valid &= token_mask
     largest = float(np.finfo(np.float32).max)
     logits = jnp.where(nan[:, None], 0, jnp.clip(logits, -largest, largest))
