@@ -27,17 +27,20 @@ set(B12X_HOST_AVX512_SOURCES
 set(B12X_HOST_AVX512_FLAGS
     -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512
     -Wno-unknown-warning-option -Wno-maybe-uninitialized)
-# Pools, channels and leases, which both modules have: no XLA types, no CUDA.
+# Pools, channels, workspaces and leases, which both modules have: no XLA types, no CUDA.
 set(B12X_RUNTIME_SOURCES
     ffi/runtime/alarm.cc
     ffi/runtime/crew.cc
     ffi/runtime/meeting.cc
-    ffi/runtime/pool.cc)
+    ffi/runtime/pool.cc
+    ffi/runtime/workspace.cc)
 # What both modules have of pools and calls: each is compiled into both.
 set(B12X_CHANNEL_SOURCES
     ffi/bindings/pool.cc
+    ffi/bindings/workspace.cc
     ffi/handlers/channel_call.cc
-    ffi/handlers/dcp_operands.cc)
+    ffi/handlers/dcp_operands.cc
+    ffi/handlers/workspace_call.cc)
 # The module `_b12x`: FFI handlers of the `cpu` platform.
 set(B12X_MODULE_SOURCES
     ffi/module.cc
@@ -45,6 +48,7 @@ set(B12X_MODULE_SOURCES
     ffi/handlers/comm_cpu.cc
     ffi/handlers/dcp_cpu.cc
     ffi/handlers/dense_mlp_cpu.cc
+    ffi/handlers/moe_call_cpu.cc
     ffi/handlers/moe_cpu.cc
     ffi/handlers/router_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
@@ -63,9 +67,11 @@ set(B12X_CUDA_MODULE_SOURCES
     ffi/handlers/channel_call_cuda.cc
     ffi/handlers/comm_cuda.cc
     ffi/handlers/dcp_cuda.cc
+    ffi/handlers/moe_call_cuda.cc
     ffi/handlers/moe_cuda.cc
     ffi/handlers/read_bandwidth_cuda.cc
-    ffi/runtime/peer_memory.cc)
+    ffi/runtime/peer_memory.cc
+    ffi/runtime/workspace_cuda.cc)
 # Options of nvcc, beside the architectures, the C++ standard and optimisation.
 set(B12X_CUDA_FLAGS --expt-relaxed-constexpr -Werror=all-warnings -Xcompiler=-Wall,-Wextra,-Werror)
 # Compute capabilities that the CUDA sources are compiled for.

@@ -6,10 +6,12 @@
 
 #include "cuda/comm/dcp_layout.h"
 #include "ffi/bindings/pool.h"
+#include "ffi/bindings/workspace.h"
 #include "ffi/handlers/families.h"
 #include "ffi/host/isa.h"
 #include "ffi/registry.h"
 #include "ffi/runtime/meeting.h"
+#include "ffi/runtime/workspace_host.h"
 
 namespace nb = nanobind;
 
@@ -30,6 +32,7 @@ NB_MODULE(_b12x, m) {
   m.attr("XLA_FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   b12x::ffi::ExportRegistry(m, &Fill);
   b12x::ffi::ExportPools(m, &b12x::runtime::MakeMeetingPlaces);
+  b12x::ffi::ExportWorkspaces(m, &b12x::runtime::MakeHostWorkspace);
   // What the kernels compute of a combine's places, for tests at sizes that no machine here holds.
   m.def(
       "dcp_places",

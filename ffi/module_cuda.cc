@@ -6,9 +6,11 @@
 
 #include "cuda/launch/moe_decode.h"
 #include "ffi/bindings/pool.h"
+#include "ffi/bindings/workspace.h"
 #include "ffi/handlers/families.h"
 #include "ffi/registry.h"
 #include "ffi/runtime/peer_memory.h"
+#include "ffi/runtime/workspace_cuda.h"
 
 namespace nb = nanobind;
 
@@ -28,6 +30,7 @@ NB_MODULE(_b12x_cuda, m) {
   m.attr("XLA_FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   b12x::ffi::ExportRegistry(m, &Fill);
   b12x::ffi::ExportPools(m, &b12x::runtime::MakePeerMemory);
+  b12x::ffi::ExportWorkspaces(m, &b12x::runtime::MakeCudaWorkspace);
   m.def("peer_obstacle", &b12x::runtime::PeerObstacle, nb::arg("ordinals"));
   m.def(
       "moe_decode_bytes",

@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jax_b12x import comm, moe, quant
+    from jax_b12x import comm, moe, quant, workspace
     from jax_b12x.lanes import lane
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "comm", "lane", "moe", "quant", "register"]
+__all__ = ["__version__", "comm", "lane", "moe", "quant", "register", "workspace"]
 
 
 def register() -> None:

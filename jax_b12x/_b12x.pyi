@@ -71,3 +71,47 @@ def open_pool(
     connect: Callable[[int], list[tuple[int, int, int]]] | None = None,
 ) -> NativePool:
     """Makes and registers a pool; its processes exchange addresses with ``publish, connect``."""
+
+class WorkspaceError(RuntimeError):
+    """A workspace cannot be had, or a run on it failed."""
+
+class NativeWorkspacePool:
+    """The registry of one pool's workspaces; ``jax_b12x.workspace.WorkspacePool`` is its face."""
+
+    def bytes(self) -> int:
+        """Returns the bytes that the workspaces take on a device."""
+
+    def next_id(self) -> int:
+        """Returns the number that the next workspace gets."""
+
+    def lock(self, locked: bool) -> None:
+        """Refuses growth, or allows it again."""
+
+    def locked(self) -> bool:
+        """Returns whether growth is refused."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns what is known of each workspace."""
+
+    def take_faults(self) -> list[str]:
+        """Returns each failed run that nobody was told of, once."""
+
+    def retire(self, first: int, reason: str, forever: bool, require_idle: bool) -> None:
+        """Refuses further use of the workspaces from ``first`` on."""
+
+    def quiesce(self, workspace: int) -> None:
+        """Waits until nothing runs on a workspace."""
+
+    def free(self, workspace: int) -> None:
+        """Frees a retired workspace."""
+
+    def unregister(self) -> None:
+        """Frees the pool's name."""
+
+def open_workspace_pool(
+    name: str, isolation: str, lanes: Sequence[str], max_bytes: int, timeout_ms: int
+) -> NativeWorkspacePool:
+    """Makes and registers a pool of workspaces."""
+
+def find_workspace_pool(name: str) -> NativeWorkspacePool:
+    """Returns the pool of a name."""

@@ -25,8 +25,10 @@ CXX_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 DOORS = {
     "quant": set(),
     "comm": {"quant"},
-    "moe": {"quant", "comm"},
-    "flax": {"quant", "comm", "moe"},
+    "workspace": {"comm"},
+    "workspace_call": {"workspace"},
+    "moe": {"quant", "comm", "workspace", "workspace_call"},
+    "flax": {"quant", "comm", "workspace", "moe"},
     "capability": set(),
     "config": set(),
     "lanes": set(),

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_b12x import _native, config
+from jax_b12x import _native, config, workspace
 from jax_b12x.moe import checks, reference
 from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.plan import plan as make_plan
 from jax_b12x.moe.recipe import SILU, Activation
 from jax_b12x.moe.weights import ExpertWeights
+from jax_b12x.workspace_call import Need, call
 
 TARGET = "b12x_moe"
 
@@ -81,19 +82,19 @@ def fused_moe(
     checks.check_plan(plan, x, weights, topk_ids)
     if plan.num_tokens == 0:
         return jnp.zeros_like(x)
-    out: jax.Array = _inference_only(plan)(x, topk_ids, topk_weights, weights)
+    out: jax.Array = _inference_only(plan, workspace.current())(x, topk_ids, topk_weights, weights)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _inference_only(plan: MoePlan) -> Any:
+def _inference_only(plan: MoePlan, place: workspace.Place) -> Any:
     """Returns the op of one plan, with its rules for ``vmap`` and for differentiation."""
 
     @jax.custom_batching.custom_vmap
     def batchable(
         x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, weights: ExpertWeights
     ) -> jax.Array:
-        return _run(plan, x, topk_ids, topk_weights, weights)
+        return _run(plan, place, x, topk_ids, topk_weights, weights)
 
     @batchable.def_vmap  # type: ignore[untyped-decorator, unused-ignore]
     def over_tokens(
@@ -117,19 +118,19 @@ def _inference_only(plan: MoePlan) -> Any:
             )
             for array, batched in zip((x, topk_ids, topk_weights), tokens_batched, strict=True)
         ]
-        out = _inference_only(_replan(plan, rows))(*flat, weights)
+        out = _inference_only(_replan(plan, rows), place)(*flat, weights)
         return out.reshape(axis_size, plan.num_tokens, plan.hidden), True
 
-    call = jax.custom_jvp(batchable)
+    guarded = jax.custom_jvp(batchable)
 
-    @call.defjvp
+    @guarded.defjvp
     def refuse(primals: Any, tangents: Any) -> Any:
         raise NotImplementedError(
             "fused_moe is inference-only and has no derivative; differentiate "
             "jax_b12x.moe.reference.moe, or put jax.lax.stop_gradient around its arguments"
         )
 
-    return call
+    return guarded
 
 
 def _replan(plan: MoePlan, num_tokens: int) -> MoePlan:
@@ -151,6 +152,7 @@ def _replan(plan: MoePlan, num_tokens: int) -> MoePlan:
 
 def _run(
     plan: MoePlan,
+    place: workspace.Place,
     x: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array,
@@ -171,30 +173,32 @@ def _run(
             f"{plan.implementation!r} on {plan.device} needs the CUDA half of jax_b12x, which is "
             "not built: put nvcc on PATH and install again, or plan with implementation='reference'"
         )
-    operands = (x, topk_ids, topk_weights, *_arrays(weights))
-    results = (
-        jax.typeof(x),
-        jax.core.ShapedArray((plan.scratch_bytes,), jnp.uint8),
+    out, _ = call(
+        TARGET,
+        [(x.shape, x.dtype), ((plan.scratch_bytes,), jnp.uint8)],
+        (x, topk_ids, topk_weights, *arrays(weights)),
+        attributes(plan),
+        need=Need(bytes=plan.workspace_bytes),
+        place=place,
     )
-    out, _ = jax.ffi.ffi_call(TARGET, results)(*operands, **_attributes(plan))
     return out
 
 
-def _arrays(weights: ExpertWeights) -> tuple[jax.Array, ...]:
+def arrays(weights: ExpertWeights) -> tuple[jax.Array, ...]:
     """Returns the ten arrays of ``weights`` in the order of its fields.
 
     A bias that is absent is passed as one zero of rank 1: XLA's CPU compiler (jax 0.11.2) crashes
     on a custom call with an operand of size 0 inside ``shard_map``.
     """
-    arrays = (
+    fields = (
         getattr(weights, field.name)
         for field in dataclasses.fields(weights)
         if not field.metadata.get("static")
     )
-    return tuple(array if array.size else jnp.zeros((1,), jnp.float32) for array in arrays)
+    return tuple(array if array.size else jnp.zeros((1,), jnp.float32) for array in fields)
 
 
-def _attributes(plan: MoePlan) -> dict[str, Any]:
+def attributes(plan: MoePlan) -> dict[str, Any]:
     """Returns the call's attributes; ``ffi/handlers/moe_attributes.h`` reads them.
 
     Values only, never pointers, so that a compiled program can be stored and run elsewhere.

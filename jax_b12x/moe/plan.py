@@ -39,6 +39,8 @@ class MoePlan:
       overlap: what auxiliary-stream work may do beside it: ``concurrent``, ``pre_resident`` or
         ``none``.
       scratch_bytes: device scratch, passed as an extra result.
+      workspace_bytes: what it keeps on the device from run to run, leased from a workspace pool:
+        the words of the grid barrier of ``fused``.
       geometry: launch parameters by name, in a fixed order.
       reasons: why, a sentence each.
       host_isa: the instruction set of the CPU kernels, from ``B12X_HOST_ISA``; ``"auto"`` is
@@ -59,6 +61,7 @@ class MoePlan:
     weight_layout: WeightLayout
     overlap: Overlap
     scratch_bytes: int
+    workspace_bytes: int = 0
     geometry: tuple[tuple[str, int], ...] = ()
     reasons: tuple[str, ...] = ()
     host_isa: str = "auto"
@@ -81,6 +84,7 @@ class MoePlan:
             f"  overlap         {self.overlap}",
             f"  weight layout   {self.weight_layout}",
             f"  scratch         {self.scratch_bytes:,} bytes",
+            f"  workspace       {self.workspace_bytes:,} bytes",
             f"  geometry        {parameters or 'none'}",
             *([f"  instructions    {self._instructions()}"] if self.platform == "cpu" else []),
             "  because",
@@ -167,6 +171,7 @@ def plan(
         weight_layout=decision.geometry.weight_layout,
         overlap=planner.overlap(request.recipe.name, decision.implementation, num_tokens),
         scratch_bytes=decision.geometry.scratch_bytes,
+        workspace_bytes=planner.workspace_bytes(decision.implementation),
         geometry=decision.geometry.parameters,
         reasons=decision.reasons,
         host_isa=config.HOST_ISA.get(),

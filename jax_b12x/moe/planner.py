@@ -20,6 +20,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("fused", "split", "dynamic", "reference")
 # A resident grid of at most this many tokens lets auxiliary work finish before it is submitted.
 MAX_PRE_RESIDENT_TOKENS = 7
+# A grid barrier's words have memory of this size to themselves.
+_BARRIER_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,11 @@ def overlap(recipe: str, implementation: str, num_tokens: int) -> Overlap:
     if implementation == "fused" and num_tokens <= MAX_PRE_RESIDENT_TOKENS:
         return "pre_resident"
     return "none"
+
+
+def workspace_bytes(implementation: str) -> int:
+    """Returns what a launch keeps on the device from run to run, in bytes."""
+    return _BARRIER_BYTES if implementation == "fused" else 0
 
 
 def decide(

@@ -1,0 +1,36 @@
+// One MoE of the `CUDA` platform, decoded and checked: a whole call, or a part of a block.
+#ifndef JAX_B12X_FFI_HANDLERS_MOE_CALL_CUDA_H_
+#define JAX_B12X_FFI_HANDLERS_MOE_CALL_CUDA_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/launch/moe_decode.h"
+#include "ffi/handlers/moe_attributes.h"
+#include "ffi/handlers/moe_operands.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace b12x::ffi {
+
+// A decoded call.
+struct MoeCall {
+  MoeDecodeParams params{};
+  DecodeRecipeId recipe = DecodeRecipeId::kW4A16Bf16;
+  DecodeLaunch launch = DecodeLaunch::kFused;
+  void* scratch = nullptr;
+  int64_t scratch_bytes = 0;
+};
+
+xla::ffi::Error ReadMoeCall(const xla::ffi::Dictionary& attributes, const MoeBuffers& buffers,
+                            MoeCall* call);
+
+xla::ffi::Error LaunchMoe(const MoeCall& call, cudaStream_t stream);
+
+// The outcome of a launch, as an error that begins with `what`.
+xla::ffi::Error Launched(const LaunchStatus& status, const std::string& what);
+
+}  // namespace b12x::ffi
+
+#endif  // JAX_B12X_FFI_HANDLERS_MOE_CALL_CUDA_H_

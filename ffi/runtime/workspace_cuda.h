@@ -1,0 +1,55 @@
+// The part of a workspace that is on a GPU.
+#ifndef JAX_B12X_FFI_RUNTIME_WORKSPACE_CUDA_H_
+#define JAX_B12X_FFI_RUNTIME_WORKSPACE_CUDA_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "ffi/runtime/workspace.h"
+
+namespace b12x::runtime {
+
+class CudaWorkspace : public DeviceWorkspace {
+ public:
+  CudaWorkspace(const WorkspacePoolOptions& pool, const WorkspaceSpec& spec, int ordinal);
+  CudaWorkspace(const CudaWorkspace&) = delete;
+  CudaWorkspace& operator=(const CudaWorkspace&) = delete;
+  ~CudaWorkspace() override;
+
+  // `spec.bytes` of device memory, zero at first. Null when that is none.
+  void* data() const { return data_; }
+  // In pinned host memory: whatever a kernel writes that is not zero is a fault. Kernels reach it
+  // under the same address.
+  uint32_t* fault_word() const { return fault_word_; }
+  uint64_t timeout_ns() const { return timeout_ns_; }
+  // Null unless the call site asked for a stream. Events keep no time.
+  cudaStream_t aux_stream() const { return aux_stream_; }
+  cudaEvent_t fork_event() const { return fork_event_; }
+  cudaEvent_t join_event() const { return join_event_; }
+
+  void Quiesce() override;
+  std::string Fault() const override;
+  void Reset() override;
+
+ private:
+  void Release();
+
+  const int ordinal_;
+  const int64_t bytes_;
+  const uint64_t timeout_ns_;
+  void* data_ = nullptr;
+  uint32_t* fault_word_ = nullptr;
+  cudaStream_t aux_stream_ = nullptr;
+  cudaEvent_t fork_event_ = nullptr;
+  cudaEvent_t join_event_ = nullptr;
+};
+
+std::unique_ptr<DeviceWorkspace> MakeCudaWorkspace(const WorkspacePoolOptions& pool,
+                                                   const WorkspaceSpec& spec, int ordinal);
+
+}  // namespace b12x::runtime
+
+#endif  // JAX_B12X_FFI_RUNTIME_WORKSPACE_CUDA_H_
