@@ -1,6 +1,6 @@
 """Collectives for decode, on channels that compiled executables own."""
 
-from jax_b12x.comm.all_reduce import all_reduce, all_reduce_rms_norm
+from jax_b12x.comm.all_reduce import add_rms_norm, all_reduce, all_reduce_rms_norm
 from jax_b12x.comm.dcp import dcp_combine, dcp_gather_heads, dcp_gather_pair
 from jax_b12x.comm.dcp_attention import dcp_attention
 from jax_b12x.comm.lease import ChannelRecord, Checkpoint
@@ -20,6 +20,7 @@ __all__ = [
     "TeardownError",
     "TeardownRefusedError",
     "TransportError",
+    "add_rms_norm",
     "all_reduce",
     "all_reduce_rms_norm",
     "channel_bytes",

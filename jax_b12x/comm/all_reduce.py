@@ -99,7 +99,7 @@ def all_reduce_rms_norm(
     row_fits = x.shape[-1] * x.dtype.itemsize <= MAX_ROW_BYTES
     if not row_fits or not call.takes_channel(primitives.row_message_bytes(jax.typeof(x)), pool):
         wide = x.astype(jnp.float32)
-        plain = functools.partial(_rms_norm, eps=eps)
+        plain = functools.partial(add_rms_norm, eps=eps)
         normed, new_residual = call.inference_only(
             "all_reduce_rms_norm", _TRAIN_WITH, plain, _psum(wide, pool), residual, weight
         )
@@ -155,10 +155,25 @@ def _all_reduce_in_order_jvp(static: _Static, primals: Any, tangents: Any) -> An
     )
 
 
-def _rms_norm(summed: Any, residual: Any, weight: Any, *, eps: float) -> Any:
-    new_residual = (summed + residual.astype(jnp.float32)).astype(residual.dtype)
+def add_rms_norm(
+    summed: jax.Array, residual: jax.Array, weight: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what :func:`all_reduce_rms_norm` returns, where ``summed`` is the sum already.
+
+    Args:
+      summed: bf16, fp16 or fp32 ``[..., hidden]``.
+      residual: of the same shape.
+      weight: ``[hidden]``.
+      eps: added to the mean of squares.
+
+    Returns:
+      ``(normed, new_residual)``, both like ``residual``.
+    """
+    new_residual = (summed.astype(jnp.float32) + residual.astype(jnp.float32)).astype(
+        residual.dtype
+    )
     wide = new_residual.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + jnp.asarray(eps, jnp.float32))
     normed = (wide * scale * weight.astype(jnp.float32)).astype(residual.dtype)
     return normed, new_residual
 

@@ -10,6 +10,9 @@ from jax_b12x.moe.checkpoint import (
     save_experts,
 )
 from jax_b12x.moe.dense import DenseExpert, dense_mlp
+from jax_b12x.moe.layer import MoELayer
+from jax_b12x.moe.layer_params import LayerParams
+from jax_b12x.moe.layer_plan import LayerPlan
 from jax_b12x.moe.op import TARGET, fused_moe
 from jax_b12x.moe.plan import Implementation, MoePlan, Overlap, plan
 from jax_b12x.moe.recipe import RECIPES, SILU, SWIGLU_OAI, Activation, Recipe, get_recipe
@@ -26,6 +29,9 @@ __all__ = [
     "DenseExpert",
     "ExpertWeights",
     "Implementation",
+    "LayerParams",
+    "LayerPlan",
+    "MoELayer",
     "MoePlan",
     "Overlap",
     "Recipe",

@@ -1,0 +1,108 @@
+"""``MoELayer`` as a Flax NNX module: what serves, on one device or a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_b12x import comm, moe
+from jax_b12x.flax.experts import PackedExperts
+from jax_b12x.flax.moe import MoE
+
+
+class MoELayer(nnx.Module):
+    """A mixture-of-experts layer to serve with: :class:`jax_b12x.moe.MoELayer` and its parameters.
+
+    ::
+
+        layer = MoELayer.of(block.moe, mesh=mesh, tensor_axis="tp", pool=pool)
+        y = layer(x)
+
+    Attributes:
+      layer: what is computed, and how it is split.
+      params: an ``nnx.Variable`` that holds the :class:`jax_b12x.moe.LayerParams`.
+      pool: the channels of the layer's axes, or ``None``.
+    """
+
+    def __init__(
+        self,
+        layer: moe.MoELayer,
+        params: moe.LayerParams,
+        *,
+        pool: comm.ChannelPool | None = None,
+    ) -> None:
+        """Prepares the parameters: splits them over the mesh, in its devices' layout.
+
+        Args:
+          layer: what is computed.
+          params: of the whole layer.
+          pool: the channels of the layer's axes; one pool serves all layers of a model.
+        """
+        self.layer = layer
+        self.params = nnx.Variable(layer.prepare(params))
+        self.pool = pool
+
+    @classmethod
+    def of(cls, block: MoE, *, pool: comm.ChannelPool | None = None, **fields: Any) -> MoELayer:
+        """Returns the layer that serves what a trained block, with packed experts, computes.
+
+        Args:
+          block: its experts must be :class:`PackedExperts`.
+          pool: the channels of the layer's axes.
+          **fields: further fields of :class:`jax_b12x.moe.MoELayer`: ``mesh``, ``tensor_axis``,
+            ``expert_axis``, ``overlap``.
+
+        Raises:
+          TypeError: the block's experts are not packed.
+        """
+        if not isinstance(block.experts, PackedExperts):
+            raise TypeError(
+                f"the block's experts are {type(block.experts).__name__}; a layer that serves "
+                "needs PackedExperts"
+            )
+        experts: moe.ExpertWeights = block.experts.weights.get_value()
+        shared = None
+        if block.shared is not None:
+            dtype = block.shared.gate_up.dtype or block.shared.gate_up.kernel.dtype
+            shared = moe.DenseExpert(
+                block.shared.gate_up.kernel[...].T.astype(dtype),
+                block.shared.down.kernel[...].T.astype(dtype),
+            )
+        layer = moe.MoELayer(
+            hidden=experts.hidden,
+            intermediate=experts.intermediate,
+            num_experts=experts.num_experts,
+            top_k=block.top_k,
+            shared_intermediate=0 if shared is None else shared.intermediate,
+            recipe=block.experts.recipe,
+            weight_format=experts.format,
+            **fields,
+        )
+        router = jnp.asarray(block.router.kernel[...].T)
+        return cls(layer, moe.LayerParams(router, experts, shared), pool=pool)
+
+    def __call__(self, x: jax.Array, token_mask: jax.Array | None = None) -> jax.Array:
+        """Returns the layer's output; see :class:`jax_b12x.moe.MoELayer`.
+
+        Args:
+          x: ``[num_tokens, hidden]``.
+          token_mask: ``bool[num_tokens]``; the others are padding.
+        """
+        return self.layer(x, self.params.get_value(), pool=self.pool, token_mask=token_mask)
+
+    def add_norm(
+        self,
+        x: jax.Array,
+        residual: jax.Array,
+        norm_weight: jax.Array,
+        eps: float,
+        token_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns ``(normed, new_residual)``; see :meth:`jax_b12x.moe.MoELayer.add_norm`."""
+        params: moe.LayerParams = self.params.get_value()
+        return self.layer.add_norm(
+            x, params, residual, norm_weight, eps, pool=self.pool, token_mask=token_mask
+        )

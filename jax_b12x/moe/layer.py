@@ -1,0 +1,388 @@
+"""``MoELayer``: router, routed and shared experts, one reduction, on one device or a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from jax_b12x import capability, comm
+from jax_b12x.capability import DeviceCapability
+from jax_b12x.comm import call
+from jax_b12x.moe import (
+    layer_checks,
+    layer_explain,
+    layer_plan,
+    layer_routes,
+    layer_shared,
+    sharding,
+)
+from jax_b12x.moe.dense import DenseExpert
+from jax_b12x.moe.layer_params import LayerParams
+from jax_b12x.moe.layer_plan import LayerPlan, LocalShapes, OverlapMode, SharedFormat
+from jax_b12x.moe.op import fused_moe
+from jax_b12x.moe.plan import MoePlan
+from jax_b12x.moe.recipe import SILU, Activation, RecipeName, WeightFormat
+from jax_b12x.moe.weights import ExpertWeights
+
+# From ``logits: f32[num_tokens, num_experts]`` and ``token_mask: bool[num_tokens]`` or ``None`` to
+# ``topk_ids: int32[num_tokens, top_k]``, different ones in a row, and ``topk_weights: f32[...]``.
+CustomRouter = Callable[[jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]
+Router = Literal["softmax", "sigmoid"] | CustomRouter
+
+
+@dataclasses.dataclass(frozen=True)
+class MoELayer:
+    """A mixture-of-experts layer: a value that says what to compute, called with parameters.
+
+    ::
+
+        layer = moe.MoELayer(
+            hidden=4096, intermediate=1408, num_experts=128, top_k=8, shared_intermediate=1408,
+            mesh=mesh, tensor_axis="tp")
+        params = layer.prepare(moe.LayerParams(router, experts, shared))   # once, after loading
+        with comm.ChannelPool(mesh, "tp") as pool:
+            y = jax.jit(lambda x, p: layer(x, p, pool=pool))(x, params)
+
+    On each device: ``out = (routed experts + shared expert)``, summed in fp32 and rounded once to
+    ``x.dtype``; then one reduction over the devices. Outside ``shard_map`` the layer maps itself
+    over its mesh; inside one over that mesh it computes its device's part, with ``params`` split as
+    :meth:`param_specs` says. Without a mesh it runs on one device and reduces nothing. It is
+    inference-only.
+
+    Attributes:
+      hidden: columns of ``x``.
+      intermediate: of a routed expert, of the model.
+      num_experts: routed experts of the model.
+      top_k: routes a token.
+      shared_intermediate: of the expert that sees every token; 0 where there is none.
+      shared_format: ``"dense"`` (:class:`DenseExpert`) or ``"nvfp4"`` (packed, and computed in
+        ``recipe``).
+      recipe: the numeric contract of packed experts.
+      weight_format: of the routed experts; the recipe's first one if ``None``.
+      activation: between the two products, of routed and shared experts.
+      router: ``"softmax"`` (:func:`~jax_b12x.moe.routing.softmax_topk`), ``"sigmoid"``
+        (:func:`~jax_b12x.moe.routing.sigmoid_topk`), or a function of logits and token mask.
+      renormalize: of both routers.
+      num_groups: of the sigmoid router.
+      topk_groups: of the sigmoid router.
+      routed_scaling_factor: of the sigmoid router.
+      mesh: the devices that the layer is split over.
+      tensor_axis: the mesh axis that ``intermediate`` is split over.
+      expert_axis: the mesh axis that experts are split over. The shared expert's intermediate is
+        split over both.
+      overlap: ``"auto"`` lets the shared expert overlap the routed ones as far as their plan
+        allows; ``"off"`` runs them in a row.
+
+    Raises:
+      ValueError: a field is out of range or contradicts another one.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    shared_intermediate: int = 0
+    shared_format: SharedFormat = "dense"
+    recipe: RecipeName = "nvfp4"
+    weight_format: WeightFormat = "nvfp4"
+    activation: Activation = SILU
+    router: Router = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    topk_groups: int = 1
+    routed_scaling_factor: float = 1.0
+    mesh: Mesh | None = None
+    tensor_axis: str | None = None
+    expert_axis: str | None = None
+    overlap: OverlapMode = "auto"
+
+    def __post_init__(self) -> None:
+        layer_checks.check_fields(self)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the layer is split over: experts, then columns."""
+        return tuple(axis for axis in (self.expert_axis, self.tensor_axis) if axis is not None)
+
+    @property
+    def expert_parts(self) -> int:
+        """How many devices the experts are split over."""
+        return self.parts(self.expert_axis)
+
+    @property
+    def tensor_parts(self) -> int:
+        """How many devices ``intermediate`` is split over."""
+        return self.parts(self.tensor_axis)
+
+    @property
+    def world_size(self) -> int:
+        """How many devices the layer is split over."""
+        return self.expert_parts * self.tensor_parts
+
+    def parts(self, axis: str | None) -> int:
+        """Returns how many devices a mesh axis has; 1 for ``None``."""
+        return 1 if axis is None or self.mesh is None else int(self.mesh.shape[axis])
+
+    @property
+    def local(self) -> LocalShapes:
+        """One device's part of the layer."""
+        experts = sharding.experts_a_part(self.num_experts, self.expert_parts)
+        return LocalShapes(
+            recipe=self.recipe,
+            weight_format=self.weight_format,
+            hidden=self.hidden,
+            intermediate=self.intermediate // self.tensor_parts,
+            num_experts=experts,
+            # A token's routes differ, so that a device has no more of them than experts.
+            top_k=min(self.top_k, experts),
+            activation=self.activation,
+            shared_format=self.shared_format if self.shared_intermediate else None,
+            shared_intermediate=self.shared_intermediate // self.world_size,
+        )
+
+    def plan(
+        self,
+        num_tokens: int,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        device: DeviceCapability | None = None,
+    ) -> LayerPlan:
+        """Returns how each device runs its part, for so many tokens; what a call asks as well.
+
+        Args:
+          num_tokens: rows of ``x``.
+          dtype: of ``x``.
+          device: what to plan for; a device of the mesh, or the default one, if not given.
+
+        Raises:
+          ValueError: as for :func:`jax_b12x.moe.plan`.
+          ConfigError: an environment variable holds a bad value.
+        """
+        return layer_plan.decide(
+            self.local,
+            num_tokens=num_tokens,
+            dtype=dtype,
+            device=device or self._device(),
+            overlap=self.overlap,
+        )
+
+    def explain(
+        self,
+        num_tokens: int,
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        device: DeviceCapability | None = None,
+    ) -> str:
+        """Returns what is chosen for so many tokens, and why, as text for people.
+
+        Args: those of :meth:`plan`.
+        """
+        made = self.plan(num_tokens, dtype=dtype, device=device)
+        return layer_explain.explain(self, made)
+
+    def prepare(self, params: LayerParams) -> LayerParams:
+        """Returns the parameters split over the mesh and in the layout that its devices read.
+
+        Do it once, after loading. On a mesh each device gets its part alone: load a large model's
+        parameters into host memory (``load_experts(..., device=jax.devices("cpu")[0])``).
+
+        Args:
+          params: of the whole layer, experts in the ``checkpoint`` layout.
+
+        Raises:
+          ValueError: the parameters are not those of this layer.
+        """
+        layer_checks.check_whole(self, params)
+        # Layouts do not depend on the dtype of x, and this one has kernels everywhere.
+        plan = self.plan(1, dtype=jnp.bfloat16).routed
+        if self.mesh is None:
+            return self._prepared(params, plan)
+
+        def part(position: dict[str, int]) -> LayerParams:
+            expert_part = position.get(self.expert_axis or "", 0)
+            tensor_part = position.get(self.tensor_axis or "", 0)
+            experts = sharding.split_experts(
+                params.experts,
+                expert_parts=self.expert_parts,
+                expert_part=expert_part,
+                tensor_parts=self.tensor_parts,
+                tensor_part=tensor_part,
+            )
+            shared, rank = params.shared, expert_part * self.tensor_parts + tensor_part
+            if isinstance(shared, DenseExpert):
+                shared = sharding.split_dense(shared, self.world_size, rank)
+            elif shared is not None:
+                shared = sharding.split_experts(
+                    shared, tensor_parts=self.world_size, tensor_part=rank
+                )
+            parts = (self.expert_parts, self.tensor_parts)
+            split = dataclasses.replace(params, experts=experts, shared=shared, parts=parts)
+            return self._prepared(split, plan)
+
+        return sharding.place(part, self.mesh, self.param_specs)
+
+    def _prepared(self, params: LayerParams, plan: MoePlan) -> LayerParams:
+        shared = params.shared
+        if isinstance(shared, ExpertWeights):
+            shared = shared.prepare(self._shared_plan(plan))
+        return dataclasses.replace(params, experts=params.experts.prepare(plan), shared=shared)
+
+    def param_specs(self, params: LayerParams) -> LayerParams:
+        """Returns the ``PartitionSpec`` of each array of prepared parameters, as ``in_specs``."""
+        replicated: Any = PartitionSpec()
+        shared: Any = params.shared
+        if isinstance(shared, DenseExpert):
+            shared = sharding.dense_spec(shared, self.axes)
+        elif shared is not None:
+            shared = sharding.experts_spec(shared, self.axes)
+        return dataclasses.replace(
+            params,
+            router=replicated,
+            experts=sharding.experts_spec(params.experts, self.axes),
+            shared=shared,
+            router_bias=None if params.router_bias is None else replicated,
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        *,
+        pool: comm.ChannelPool | None = None,
+        token_mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the layer's output, the same on every device.
+
+        Args:
+          x: ``f32|bf16|f16[num_tokens, hidden]``, the same on every device.
+          params: from :meth:`prepare`.
+          pool: the channels of the layer's axes; needed where it has any.
+          token_mask: ``bool[num_tokens]``; tokens where it is false are padding: they have no
+            routes, and only the shared expert's output.
+
+        Returns:
+          ``x.dtype[num_tokens, hidden]``.
+
+        Raises:
+          TypeError: an argument has the wrong dtype.
+          ValueError: an argument has the wrong shape, or parameters or pool are not the layer's.
+          NotImplementedError: the call is differentiated.
+        """
+        out: jax.Array = self._map(x, params, pool, token_mask, None)
+        return out
+
+    def add_norm(
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        residual: jax.Array,
+        norm_weight: jax.Array,
+        eps: float,
+        *,
+        pool: comm.ChannelPool | None = None,
+        token_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what the next sublayer starts from: the layer's output joins the residual stream.
+
+        ``new_residual = residual + layer(x)`` and ``normed = rms_norm(new_residual) *
+        norm_weight``, in the launch of the reduction (:func:`jax_b12x.comm.all_reduce_rms_norm`).
+
+        Args:
+          x: as for :meth:`__call__`.
+          params: as for :meth:`__call__`.
+          residual: like ``x``, the same on every device.
+          norm_weight: ``[hidden]``, of ``x.dtype``.
+          eps: added to the mean of squares.
+          pool: as for :meth:`__call__`.
+          token_mask: as for :meth:`__call__`.
+
+        Returns:
+          ``(normed, new_residual)``, both like ``x``.
+
+        Raises: what :meth:`__call__` raises.
+        """
+        norm = (residual, norm_weight, eps)
+        normed, new_residual = self._map(x, params, pool, token_mask, norm)
+        return normed, new_residual
+
+    def _map(
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        pool: comm.ChannelPool | None,
+        token_mask: jax.Array | None,
+        norm: tuple[jax.Array, jax.Array, float] | None,
+    ) -> Any:
+        """Runs the layer where it is, or over its mesh where it is outside of one."""
+        layer_checks.check_call(self, x, params, pool)
+        if self.mesh is None or set(self.axes) <= set(_manual_axes()):
+            return self._run(x, params, pool, token_mask, norm)
+        eps = 0.0 if norm is None else norm[2]
+        arrays = (x, params, token_mask, None if norm is None else norm[:2])
+        replicated = PartitionSpec()
+        specs = (replicated, self.param_specs(params), replicated, replicated)
+
+        def body(x: Any, params: Any, mask: Any, norm: Any) -> Any:
+            return self._run(x, params, pool, mask, None if norm is None else (*norm, eps))
+
+        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=replicated)(*arrays)
+
+    def _run(
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        pool: comm.ChannelPool | None,
+        token_mask: jax.Array | None,
+        norm: tuple[jax.Array, jax.Array, float] | None,
+    ) -> Any:
+        layer_checks.check_local(self, params)
+        if pool is not None:
+            x = call.vary(x, pool)  # what is computed from it is a device's part
+        partial = self._partial(x, params, token_mask)
+        if norm is not None:
+            residual, weight, eps = norm
+            if pool is None:
+                return comm.add_rms_norm(partial, residual, weight, eps)
+            return comm.all_reduce_rms_norm(partial, residual, weight, eps, pool)
+        return partial if pool is None else comm.all_reduce(partial, pool)
+
+    def _partial(
+        self, x: jax.Array, params: LayerParams, token_mask: jax.Array | None
+    ) -> jax.Array:
+        """Returns this device's part of the sum, rounded once to ``x.dtype``."""
+        made = self.plan(x.shape[0], dtype=x.dtype)
+        ids, weights = layer_routes.routes(self, x, params, token_mask)
+        routed = fused_moe(x, params.experts, ids, weights, plan=made.routed)
+        if params.shared is None:
+            return routed
+        shared = self._shared(x, params.shared, made.routed)
+        return (routed.astype(jnp.float32) + shared).astype(x.dtype)
+
+    def _shared(
+        self, x: jax.Array, shared: DenseExpert | ExpertWeights, plan: MoePlan
+    ) -> jax.Array:
+        if isinstance(shared, DenseExpert):
+            return layer_shared.dense(x, shared, self.activation)
+        ids = jnp.zeros_like(x[:, :1], jnp.int32)
+        weights = jnp.ones_like(x[:, :1], jnp.float32)
+        out = fused_moe(x, shared, ids, weights, plan=self._shared_plan(plan))
+        return out.astype(jnp.float32)
+
+    def _shared_plan(self, routed: MoePlan) -> MoePlan:
+        """Returns the plan of a packed shared expert: one expert that every token goes to."""
+        return layer_plan.shared_plan(self.local, routed)
+
+    def _device(self) -> DeviceCapability:
+        if self.mesh is None:
+            return capability.current()
+        return capability.detect(self.mesh.devices.flat[0])
+
+
+def _manual_axes() -> tuple[str, ...]:
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)

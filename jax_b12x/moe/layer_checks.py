@@ -1,0 +1,172 @@
+"""The checks of an MoE layer's fields, arguments and parameters; each names what is wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from jax_b12x import comm
+from jax_b12x.moe import sharding
+from jax_b12x.moe.dense import DenseExpert
+from jax_b12x.moe.geometry import BLOCK
+from jax_b12x.moe.layer_params import LayerParams
+from jax_b12x.moe.weights import ExpertWeights
+
+if TYPE_CHECKING:
+    from jax_b12x.moe.layer import MoELayer
+
+
+def check_fields(layer: MoELayer) -> None:
+    """Checks that a layer's fields are in range and fit together.
+
+    Raises:
+      ValueError: one is not.
+    """
+    for name in ("hidden", "intermediate", "num_experts", "top_k"):
+        if getattr(layer, name) < 1:
+            raise ValueError(f"{name} is {getattr(layer, name)}; it must be 1 or more")
+    if layer.top_k > layer.num_experts:
+        raise ValueError(
+            f"top_k is {layer.top_k}; it must be at most num_experts ({layer.num_experts})"
+        )
+    if layer.shared_intermediate < 0:
+        raise ValueError(
+            f"shared_intermediate is {layer.shared_intermediate}; it must be 0 or more"
+        )
+    for name, allowed in (
+        ("shared_format", ("dense", "nvfp4")),
+        ("overlap", ("auto", "off")),
+        ("weight_format", tuple(BLOCK)),
+    ):
+        if getattr(layer, name) not in allowed:
+            raise ValueError(
+                f"{name} is {getattr(layer, name)!r}; it must be {' or '.join(map(repr, allowed))}"
+            )
+    if layer.router not in ("softmax", "sigmoid") and not callable(layer.router):
+        raise ValueError(
+            f"router is {layer.router!r}; it must be 'softmax', 'sigmoid' or a function of "
+            "logits and token mask"
+        )
+    if layer.mesh is None and layer.axes:
+        raise ValueError(f"mesh is None, but the layer is split over the axes {layer.axes}")
+    if layer.mesh is not None:
+        if not layer.axes:
+            raise ValueError(
+                "a mesh is given, but neither tensor_axis nor expert_axis: name one of its "
+                f"axes {layer.mesh.axis_names}"
+            )
+        for axis in layer.axes:
+            if axis not in layer.mesh.axis_names:
+                raise ValueError(f"{axis!r} is no axis of the mesh {layer.mesh.axis_names}")
+        if layer.tensor_axis == layer.expert_axis:
+            raise ValueError(
+                f"tensor_axis and expert_axis are both {layer.tensor_axis!r}; they must be two "
+                "axes of the mesh"
+            )
+    sharding.check_intermediate(
+        "intermediate",
+        layer.intermediate,
+        layer.tensor_parts,
+        BLOCK[layer.weight_format],
+        f"the block of {layer.weight_format}",
+    )
+    if layer.shared_intermediate:
+        sharding.check_intermediate(
+            "shared_intermediate",
+            layer.shared_intermediate,
+            layer.world_size,
+            sharding.SHARED_BLOCK,
+            "the block of nvfp4 and of dense kernels",
+        )
+
+
+def check_call(
+    layer: MoELayer, x: jax.Array, params: LayerParams, pool: comm.ChannelPool | None
+) -> None:
+    """Checks what a call is given, but for the shapes of the parameters.
+
+    Raises:
+      ValueError: ``x`` has another shape, the parameters are split another way, or the pool is
+        missing or another axis's.
+    """
+    parts = (layer.expert_parts, layer.tensor_parts)
+    if params.parts != parts:
+        raise ValueError(
+            f"params are split over {params.parts} devices (experts, columns), the layer over "
+            f"{parts}: call layer.prepare(params) once, after loading"
+        )
+    if x.ndim != 2 or x.shape[1] != layer.hidden:
+        raise ValueError(
+            f"x has shape {x.shape}; it must be [num_tokens, hidden], with hidden {layer.hidden}"
+        )
+    if layer.mesh is None:
+        if pool is not None:
+            raise ValueError("a pool is given, but the layer has no mesh and reduces nothing")
+        return
+    if pool is None:
+        raise ValueError(
+            f"pool is None; the layer is split over {layer.axes}: make one pool for its model, "
+            f"comm.ChannelPool(mesh, {layer.axes if len(layer.axes) > 1 else layer.axes[0]!r})"
+        )
+    if set(pool.topology.axes) != set(layer.axes):
+        raise ValueError(
+            f"pool is over the axes {pool.topology.axes}; the layer is split over {layer.axes} "
+            "and reduces over all of them at once"
+        )
+
+
+def check_whole(layer: MoELayer, params: LayerParams) -> None:
+    """Checks that parameters are those of the whole layer.
+
+    Raises:
+      ValueError: they are not.
+    """
+    if params.parts != (1, 1):
+        raise ValueError(f"params are split over {params.parts} devices already")
+    _check_params(layer, params, layer.num_experts, layer.intermediate, layer.shared_intermediate)
+
+
+def check_local(layer: MoELayer, params: LayerParams) -> None:
+    """Checks that parameters are one device's part of the layer.
+
+    Raises:
+      ValueError: they are not.
+    """
+    local = layer.local
+    _check_params(layer, params, local.num_experts, local.intermediate, local.shared_intermediate)
+
+
+def _check_params(
+    layer: MoELayer,
+    params: LayerParams,
+    experts: int,
+    intermediate: int,
+    shared: int,
+) -> None:
+    for name, actual, expected in (
+        ("params.router.shape", params.router.shape, (layer.num_experts, layer.hidden)),
+        ("params.experts.num_experts", params.experts.num_experts, experts),
+        ("params.experts.hidden", params.experts.hidden, layer.hidden),
+        ("params.experts.intermediate", params.experts.intermediate, intermediate),
+        ("params.experts.format", params.experts.format, layer.weight_format),
+    ):
+        if actual != expected:
+            raise ValueError(f"{name} is {actual!r}; the layer needs {expected!r}")
+    if params.shared is None or not layer.shared_intermediate:
+        if (params.shared is None) != (not layer.shared_intermediate):
+            raise ValueError(
+                f"params.shared is {'' if params.shared is None else 'not '}None, but "
+                f"shared_intermediate is {layer.shared_intermediate}"
+            )
+        return
+    kind = DenseExpert if layer.shared_format == "dense" else ExpertWeights
+    if not isinstance(params.shared, kind):
+        raise ValueError(
+            f"params.shared is a {type(params.shared).__name__}; shared_format is "
+            f"{layer.shared_format!r}, which needs a {kind.__name__}"
+        )
+    if params.shared.intermediate != shared:
+        raise ValueError(
+            f"params.shared has intermediate {params.shared.intermediate}; the layer needs {shared}"
+        )

@@ -1,0 +1,196 @@
+"""How an MoE layer is launched: its routed experts' plan, and what the shared expert may overlap.
+
+Pure, from static facts to a decision, like :mod:`jax_b12x.moe.planner`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jax.typing import DTypeLike
+
+from jax_b12x import config
+from jax_b12x.capability import DeviceCapability
+from jax_b12x.moe import overlap_measured
+from jax_b12x.moe.overlap_measured import OverlapCase, OverlapTimes
+from jax_b12x.moe.plan import MoePlan, Overlap
+from jax_b12x.moe.plan import plan as make_plan
+from jax_b12x.moe.recipe import Activation, RecipeName, WeightFormat
+
+SharedFormat = Literal["dense", "nvfp4"]
+OverlapMode = Literal["auto", "off"]
+
+# Recipes whose decode may be split so that the shared expert runs beside it, and up to how many
+# tokens that is looked into: above, routed experts fill the device for so long that the shared one
+# no longer shows.
+SPLIT_RECIPES = ("nvfp4", "w4a8_nvfp4")
+MAX_SPLIT_TOKENS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalShapes:
+    """One device's part of an MoE layer.
+
+    Attributes:
+      recipe: of the routed experts.
+      weight_format: of the routed experts.
+      hidden: columns of ``x``.
+      intermediate: of a routed expert, on this device.
+      num_experts: routed experts on this device.
+      top_k: routes of a token that this device can have.
+      activation: between the two products.
+      shared_format: of the shared expert; ``None`` where there is none.
+      shared_intermediate: of the shared expert, on this device.
+    """
+
+    recipe: RecipeName
+    weight_format: WeightFormat
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    activation: Activation
+    shared_format: SharedFormat | None
+    shared_intermediate: int
+
+    @property
+    def overlap_case(self) -> OverlapCase | None:
+        """What the measured table calls this; ``None`` without a shared expert."""
+        if self.shared_format is None:
+            return None
+        return OverlapCase(
+            recipe=self.recipe,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            shared_format=self.shared_format,
+            shared_intermediate=self.shared_intermediate,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """How one device runs its part of an MoE layer.
+
+    Attributes:
+      routed: the plan of the routed experts.
+      shared: how the shared expert's work is submitted: ``"concurrent"`` (before the routed launch,
+        joined after it), ``"pre_resident"`` (before the router, joined before the routed launch) or
+        ``"none"`` (in a row). ``None`` where there is no shared expert.
+      reasons: why, a sentence each.
+    """
+
+    routed: MoePlan
+    shared: Overlap | None
+    reasons: tuple[str, ...]
+
+
+def decide(
+    shapes: LocalShapes,
+    *,
+    num_tokens: int,
+    dtype: DTypeLike,
+    device: DeviceCapability,
+    overlap: OverlapMode = "auto",
+    split_decode: bool | None = None,
+    measured: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = overlap_measured.MEASURED,
+) -> LayerPlan:
+    """Decides how a layer runs.
+
+    Args:
+      shapes: one device's part of the layer.
+      num_tokens: rows of ``x``.
+      dtype: of ``x``.
+      device: what it runs on.
+      overlap: ``"off"`` runs the shared expert in a row with the routed ones.
+      split_decode: forces split (true) or fused (false) decode of the recipes that
+        ``B12X_NVFP4_SPLIT_DECODE`` forces; that is read where this is not given.
+      measured: where overlap was measured to win.
+
+    Raises:
+      ValueError: as for :func:`jax_b12x.moe.plan`.
+      ConfigError: an environment variable holds a bad value.
+    """
+    if split_decode is None:
+        split_decode = config.NVFP4_SPLIT_DECODE.get()
+    reasons: list[str] = []
+    choice = split_decode
+    case = shapes.overlap_case
+    may_split = shapes.recipe in SPLIT_RECIPES and num_tokens <= MAX_SPLIT_TOKENS
+    if split_decode is not None and shapes.recipe in SPLIT_RECIPES:
+        pass  # the plan says so, where it matters
+    elif case is None:
+        reasons.append("no shared expert: nothing to run beside the routed ones")
+    elif overlap == "off":
+        reasons.append("overlap is off: nothing runs beside the routed experts")
+    elif may_split:
+        times = overlap_measured.lookup(case, num_tokens, device, measured)
+        if times is None:
+            reasons.append(
+                "split decode beside the shared expert was not measured for this: not preferred"
+            )
+        elif times.split < times.fused:
+            choice = True
+            reasons.append(
+                f"split decode beside the shared expert took {times.split:.1f} µs, fused decode "
+                f"{times.fused:.1f} (measured {times.date})"
+            )
+        else:
+            reasons.append(
+                f"fused decode took {times.fused:.1f} µs with the shared expert, split decode "
+                f"beside it {times.split:.1f} (measured {times.date})"
+            )
+    routed = make_plan(
+        shapes.recipe,
+        num_tokens=num_tokens,
+        hidden=shapes.hidden,
+        intermediate=shapes.intermediate,
+        num_experts=shapes.num_experts,
+        top_k=shapes.top_k,
+        dtype=dtype,
+        activation=shapes.activation,
+        weight_format=shapes.weight_format,
+        device=device,
+        split_decode=choice,
+    )
+    if case is None:
+        return LayerPlan(routed, None, tuple(reasons))
+    shared: Overlap = "none" if overlap == "off" else routed.overlap
+    return LayerPlan(routed, shared, (*reasons, _SUBMITTED[shared]))
+
+
+_SUBMITTED: dict[Overlap, str] = {
+    "concurrent": (
+        "the shared expert is submitted before the routed launches and joined after them: they do "
+        "not wait for a whole grid to be resident"
+    ),
+    "pre_resident": (
+        "the shared expert is submitted before the router and joined before the routed launch, "
+        "whose grid must be resident as a whole"
+    ),
+    "none": "the shared expert runs in a row with the routed ones",
+}
+
+
+def shared_plan(shapes: LocalShapes, routed: MoePlan) -> MoePlan:
+    """Returns the plan of a packed shared expert: one expert that every token goes to.
+
+    Args:
+      shapes: one device's part of the layer.
+      routed: the plan of its routed experts, for the same tokens.
+    """
+    return make_plan(
+        shapes.recipe,
+        num_tokens=routed.num_tokens,
+        hidden=shapes.hidden,
+        intermediate=shapes.shared_intermediate,
+        num_experts=1,
+        top_k=1,
+        dtype=routed.dtype,
+        activation=shapes.activation,
+        weight_format="nvfp4",
+        device=routed.device,
+    )

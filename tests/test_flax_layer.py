@@ -1,0 +1,71 @@
+"""The Flax module of a layer that serves: made of a trained block, the same on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from jax_b12x import comm, moe
+from jax_b12x.flax import MoE, MoELayer, PackedExperts, SwiGLU, TrainableExperts
+
+HIDDEN, INTERMEDIATE = 32, 32
+
+
+def make_block(recipe="nvfp4", *, shared=True):
+    rngs = nnx.Rngs(0)
+    draw = np.random.default_rng(0).standard_normal
+    weights = moe.ExpertWeights.quantize(
+        *(draw((4, INTERMEDIATE, HIDDEN), np.float32) / 6 for _ in range(3))
+    )
+    return MoE(
+        HIDDEN,
+        4,
+        2,
+        experts=PackedExperts(weights, recipe=recipe),
+        shared=SwiGLU(HIDDEN, INTERMEDIATE, dtype=jnp.float32, rngs=rngs) if shared else None,
+        rngs=rngs,
+    )
+
+
+def make_x(num_tokens=5):
+    return jnp.asarray(np.random.default_rng(1).standard_normal((num_tokens, HIDDEN)), jnp.float32)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "w4a16"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_layer_gives_what_its_block_gives(recipe, shared):
+    block = make_block(recipe, shared=shared)
+    x, valid = make_x(), jnp.arange(5) < 4
+    expected, _ = nnx.jit(block)(x, valid)
+    out = nnx.jit(MoELayer.of(block))(x, valid)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+def test_split_over_a_mesh_it_gives_the_same(monkeypatch):
+    block, x = make_block(), make_x()
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    with comm.ChannelPool(mesh, "tp") as pool:
+        layer = MoELayer.of(block, mesh=mesh, tensor_axis="tp", pool=pool)
+        graph, state = nnx.split(layer)
+        step = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        out = np.asarray(step(state, x))
+        weight = jnp.ones(HIDDEN)
+        normed, stream = jax.jit(
+            lambda state, x: nnx.merge(graph, state).add_norm(x, x, weight, 1e-6)
+        )(state, x)
+        assert {record.op for record in pool.records()} == {"all_reduce", "all_reduce_rms_norm"}
+        np.testing.assert_allclose(stream, out + x, rtol=0, atol=1e-6)
+        scale = np.sqrt(np.mean(np.square(stream), axis=1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(normed, stream / scale, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(out, MoELayer.of(block)(x), rtol=0, atol=1e-5)
+
+
+def test_a_block_that_is_trained_is_refused():
+    rngs = nnx.Rngs(0)
+    block = MoE(
+        HIDDEN, 4, 2, experts=TrainableExperts(4, HIDDEN, INTERMEDIATE, rngs=rngs), rngs=rngs
+    )
+    with pytest.raises(TypeError, match="experts are TrainableExperts; a layer that serves needs"):
+        MoELayer.of(block)

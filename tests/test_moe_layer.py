@@ -1,0 +1,485 @@
+"""``MoELayer``: on one device it is its parts; split over a mesh it is the same sum."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from moe_inputs import random_weights
+
+from jax_b12x import comm, lane, moe
+from jax_b12x.moe import layer_routes, reference, sharding
+
+P = PartitionSpec
+HIDDEN, INTERMEDIATE, SHARED = 64, 128, 64
+
+
+def make_layer(**changes):
+    fields = {
+        "hidden": HIDDEN,
+        "intermediate": INTERMEDIATE,
+        "num_experts": 8,
+        "top_k": 3,
+        "shared_intermediate": SHARED,
+    }
+    return moe.MoELayer(**{**fields, **changes})
+
+
+def make_params(rng, layer, *, bias=False, dtype=jnp.float32):
+    size = {"hidden": layer.hidden, "num_experts": layer.num_experts}
+    experts = random_weights(
+        rng, intermediate=layer.intermediate, weight_format=layer.weight_format, bias=bias, **size
+    )
+    shared = None
+    if layer.shared_intermediate and layer.shared_format == "dense":
+        columns = layer.shared_intermediate
+        w13 = rng.normal(size=(2 * columns, layer.hidden)) / np.sqrt(layer.hidden)
+        w2 = rng.normal(size=(layer.hidden, columns)) / np.sqrt(columns)
+        shared = moe.DenseExpert(jnp.asarray(w13, dtype), jnp.asarray(w2, dtype))
+        if bias:
+            shared = dataclasses.replace(
+                shared,
+                w13_bias=jnp.asarray(rng.normal(size=2 * columns), jnp.float32),
+                w2_bias=jnp.asarray(rng.normal(size=layer.hidden), jnp.float32),
+                shared_gate=jnp.asarray(rng.normal(size=layer.hidden) / 8, dtype),
+            )
+    elif layer.shared_intermediate:
+        shared = random_weights(
+            rng, hidden=layer.hidden, intermediate=layer.shared_intermediate, num_experts=1
+        )
+    router = rng.normal(size=(layer.num_experts, layer.hidden))
+    router_bias = rng.normal(size=layer.num_experts) / 10 if bias else None
+    return moe.LayerParams(
+        jnp.asarray(router, dtype),
+        experts,
+        shared,
+        None if router_bias is None else jnp.asarray(router_bias, jnp.float32),
+    )
+
+
+def make_x(rng, num_tokens, dtype=jnp.float32):
+    return jnp.asarray(rng.normal(size=(num_tokens, HIDDEN)), dtype)
+
+
+def mesh_of(**axes):
+    count = int(np.prod(list(axes.values())))
+    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes))
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+# Compiled once for each shape: the oracle is called a route at a time.
+reference_moe = jax.jit(reference.moe, static_argnames=("recipe", "activation"))
+
+
+def oracle(layer, x, params):
+    """The layer on one device in fp32, not rounded, by the op's reference; and its magnitude.
+
+    The magnitude of an output is the sum of the magnitudes of the routes' and the shared expert's
+    outputs: rounding errors of sums in any order are relative to that.
+    """
+    exact = dataclasses.replace(layer, mesh=None, tensor_axis=None, expert_axis=None)
+    ids, weights = layer_routes.routes(exact, x, params, None)
+    wide = x.astype(jnp.float32)
+    act = {"recipe": layer.recipe, "activation": layer.activation}
+    total = magnitude = jnp.zeros(x.shape, jnp.float32)
+    for k in range(layer.top_k):
+        one = reference_moe(wide, params.experts, ids[:, k : k + 1], weights[:, k : k + 1], **act)
+        total, magnitude = total + one, magnitude + jnp.abs(one)
+    if isinstance(params.shared, moe.DenseExpert):
+        expert = jax.tree.map(lambda array: array.astype(jnp.float32), params.shared)
+        y = reference.dense_mlp(wide, expert, activation=layer.activation)
+        total, magnitude = total + y, magnitude + jnp.abs(y)
+    elif params.shared is not None:
+        zeros, ones = jnp.zeros((len(x), 1), jnp.int32), jnp.ones((len(x), 1))
+        y = reference_moe(wide, params.shared, zeros, ones, **act)
+        total, magnitude = total + y, magnitude + jnp.abs(y)
+    return np.asarray(total), np.asarray(magnitude)
+
+
+def assert_within_fp32(out, whole, magnitude, *, world_size):
+    """Holds two fp32 computations of one sum to the bound on their difference.
+
+    Both add the same products, in other orders: over ``hidden`` (into the intermediate, whose
+    relative error the second product hands on) and ``intermediate``, over routes, shared expert and
+    ranks. A sum of n terms in any order errs by at most (n - 1) * 2**-24 of the sum of magnitudes;
+    rounding errors of so many terms add up like a random walk, so that 8 standard deviations, on
+    each side, bound them. Magnitudes inside an output cancel: by at most the 16 here, a walk's
+    sqrt(intermediate) with room.
+    """
+    terms = HIDDEN + INTERMEDIATE + 16 + world_size
+    bound = 2 * 8 * np.sqrt(terms) * 2.0**-24 * 16 * np.maximum(magnitude, magnitude.mean())
+    assert np.all(np.abs(np.asarray(out, np.float64) - whole) <= bound)
+
+
+SPLITS = {
+    "tensor 2": {"axes": {"tp": 2}, "tensor_axis": "tp"},
+    "experts 2": {"axes": {"ep": 2}, "expert_axis": "ep"},
+    "experts 4": {"axes": {"ep": 4}, "expert_axis": "ep"},
+    "tensor 2 x experts 2": {
+        "axes": {"ep": 2, "tp": 2},
+        "tensor_axis": "tp",
+        "expert_axis": "ep",
+    },
+    "mesh in the other order": {
+        "axes": {"tp": 2, "ep": 2},
+        "tensor_axis": "tp",
+        "expert_axis": "ep",
+    },
+}
+
+
+def split_layer(split, **changes):
+    fields = dict(SPLITS[split])
+    return make_layer(mesh=mesh_of(**fields.pop("axes")), **fields, **changes)
+
+
+def pool_of(layer, **options):
+    return comm.ChannelPool(layer.mesh, layer.axes, **options)
+
+
+def run(layer, params, x, **options):
+    """Runs a layer that is split, outside ``shard_map``."""
+    with pool_of(layer) as pool:
+        step = jax.jit(lambda x, p: layer(x, p, pool=pool, **options))
+        return np.asarray(step(x, layer.prepare(params)))
+
+
+@pytest.mark.parametrize("recipe", ["w4a16", "nvfp4"])
+@pytest.mark.parametrize("shared_format", ["dense", "nvfp4"])
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_on_one_device_the_layer_is_the_sum_of_its_parts(rng, recipe, shared_format, num_tokens):
+    layer = make_layer(recipe=recipe, shared_format=shared_format)
+    params, x = make_params(rng, layer), make_x(rng, num_tokens)
+    out = jax.jit(layer)(x, layer.prepare(params))
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=1)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("recipe", ["w4a16", "nvfp4"])
+@pytest.mark.parametrize("shared_format", ["dense", "nvfp4"])
+def test_split_over_a_mesh_the_layer_gives_what_one_device_gives(rng, split, recipe, shared_format):
+    layer = split_layer(split, recipe=recipe, shared_format=shared_format)
+    params, x = make_params(rng, layer, bias=True), make_x(rng, 5)
+    out = run(layer, params, x)
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=layer.world_size)
+
+
+@pytest.mark.parametrize("split", ["tensor 2", "experts 2", "tensor 2 x experts 2"])
+def test_split_layers_output_has_the_bits_of_its_parts_added_in_rank_order(rng, split):
+    layer = split_layer(split, recipe="nvfp4")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    alone = make_layer(
+        intermediate=layer.local.intermediate,
+        shared_intermediate=layer.local.shared_intermediate,
+        num_experts=layer.num_experts,
+    )
+    whole = np.zeros(x.shape, np.float32)
+    for expert_part in range(layer.expert_parts):
+        for tensor_part in range(layer.tensor_parts):
+            rank = expert_part * layer.tensor_parts + tensor_part
+            kept = np.arange(layer.num_experts) // layer.local.num_experts == expert_part
+            experts = sharding.split_experts(
+                params.experts, tensor_parts=layer.tensor_parts, tensor_part=tensor_part
+            )
+            # All experts are here, those of other devices give nothing.
+            experts = dataclasses.replace(experts, w2=jnp.where(kept[:, None, None], experts.w2, 0))
+            shared = sharding.split_dense(params.shared, layer.world_size, rank)
+            part = dataclasses.replace(params, experts=experts, shared=shared)
+            whole = whole + np.asarray(jax.jit(alone)(x, part))
+    np.testing.assert_array_equal(run(layer, params, x), whole)
+
+
+def test_every_device_gets_the_same_bits_and_so_does_a_rerun(rng):
+    layer = split_layer("tensor 2 x experts 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    with pool_of(layer) as pool:
+        step = jax.jit(lambda x, p: layer(x, p, pool=pool))
+        prepared = layer.prepare(params)
+        outs = [
+            np.asarray(shard.data)
+            for _ in range(2)
+            for shard in step(x, prepared).addressable_shards
+        ]
+    assert len(outs) == 8
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
+
+
+def test_inside_a_shard_map_of_the_caller_the_layer_gives_the_same_bits(rng):
+    layer = split_layer("tensor 2 x experts 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    prepared = layer.prepare(params)
+    with pool_of(layer) as pool:
+        inside = jax.jit(
+            jax.shard_map(
+                lambda x, p: layer(x, p, pool=pool),
+                mesh=layer.mesh,
+                in_specs=(P(), layer.param_specs(prepared)),
+                out_specs=P(),
+            )
+        )
+        np.testing.assert_array_equal(inside(x, prepared), run(layer, params, x))
+
+
+def test_there_is_one_reduction_whatever_the_split(rng):
+    layer = split_layer("tensor 2 x experts 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    with pool_of(layer) as pool:
+        step = jax.jit(lambda x, p: layer(x, p, pool=pool))
+        step(x, layer.prepare(params)).block_until_ready()
+        (record,) = pool.records()
+        assert record.op == "all_reduce"
+        assert record.ranks == 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("split", ["tensor 2", "experts 2"])
+def test_in_16_bits_each_devices_part_is_rounded_once_and_so_is_the_sum(rng, dtype, split):
+    layer = split_layer(split, recipe="w4a16")
+    params, x = make_params(rng, layer, dtype=dtype), make_x(rng, 5, dtype)
+    out = np.asarray(run(layer, params, x), np.float64)
+    whole, magnitude = oracle(layer, x, params)
+    # Rounded: the intermediates of every route (into sums of many, so by a walk), the routed sum,
+    # the device's part, and the sum over devices.
+    unit = float(jnp.finfo(dtype).eps) / 2
+    bound = (2 + 1 + 16 / np.sqrt(INTERMEDIATE)) * unit * 2 * np.maximum(magnitude, magnitude.max())
+    assert np.all(np.abs(out - whole) <= bound)
+
+
+@pytest.mark.parametrize(("num_experts", "ranks"), [(5, 2), (7, 2), (5, 4), (9, 4)])
+def test_experts_that_do_not_split_evenly_are_padded(rng, num_experts, ranks):
+    layer = make_layer(num_experts=num_experts, mesh=mesh_of(ep=ranks), expert_axis="ep")
+    assert ranks * layer.local.num_experts > num_experts
+    params, x = make_params(rng, layer), make_x(rng, 6)
+    out = run(layer, params, x)
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=ranks)
+
+
+def test_ids_behind_the_last_expert_do_not_meet_the_padding(rng):
+    def router(logits, token_mask):
+        ids = jnp.tile(jnp.array([[5, 1, 6]], jnp.int32), (logits.shape[0], 1))
+        return ids, jnp.full(ids.shape, 0.5, jnp.float32)
+
+    layer = make_layer(num_experts=5, mesh=mesh_of(ep=2), expert_axis="ep", router=router)
+    params, x = make_params(rng, layer), make_x(rng, 3)
+    out = run(layer, params, x)
+    one = make_layer(num_experts=5, router=router)
+    np.testing.assert_allclose(out, jax.jit(one)(x, params), rtol=0, atol=2e-6)
+
+
+def test_a_device_whose_experts_no_token_goes_to_gives_the_shared_expert_alone(rng):
+    layer = make_layer(mesh=mesh_of(ep=2), expert_axis="ep", top_k=2)
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    # The first two experts win always, and both are on the first device.
+    router = np.zeros((8, HIDDEN), np.float32)
+    router[:2, 0] = [100, 101]
+    x = x.at[:, 0].set(1)
+    params = dataclasses.replace(params, router=jnp.asarray(router))
+    poisoned = dataclasses.replace(
+        params.experts, w2_global_scale=params.experts.w2_global_scale.at[4:].set(jnp.nan)
+    )
+    out = run(layer, dataclasses.replace(params, experts=poisoned), x)
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=2)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_device_may_hold_fewer_experts_than_a_token_has_routes(rng, ranks):
+    layer = make_layer(top_k=5, mesh=mesh_of(ep=ranks), expert_axis="ep", shared_intermediate=128)
+    assert layer.local.num_experts < layer.top_k
+    params, x = make_params(rng, layer), make_x(rng, 6)
+    out = run(layer, params, x)
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=ranks)
+
+
+def test_local_routes_keep_the_order_of_those_that_are_left():
+    ids = jnp.array([[3, 6, 2, 7, 0], [-1, 9, 2, 3, 12]], jnp.int32)
+    weights = jnp.arange(10, dtype=jnp.float32).reshape(2, 5)
+    local, chosen = layer_routes.local_routes(ids, weights, num_experts=10, first=2, count=4)
+    np.testing.assert_array_equal(local, [[1, 0, -1, -1], [0, 1, -1, -1]])
+    np.testing.assert_array_equal(chosen[:, :2], [[0, 2], [7, 8]])
+
+
+@pytest.mark.parametrize("split", ["tensor 2", "tensor 2 x experts 2"])
+def test_mxfp4_experts_split_by_blocks_of_32(rng, split):
+    layer = split_layer(split, recipe="w4a16", weight_format="mxfp4", activation=moe.SWIGLU_OAI)
+    params, x = make_params(rng, layer, bias=True), make_x(rng, 5)
+    out = run(layer, params, x)
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=layer.world_size)
+
+
+@pytest.mark.parametrize("split", ["tensor 2", "experts 2"])
+def test_without_a_shared_expert_and_with_a_sigmoid_router(rng, split):
+    layer = split_layer(
+        split,
+        shared_intermediate=0,
+        router="sigmoid",
+        num_groups=2,
+        topk_groups=1,
+        routed_scaling_factor=2.5,
+    )
+    params, x = make_params(rng, layer, bias=True), make_x(rng, 5)
+    out = run(layer, params, x)
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=2)
+
+
+def test_padding_tokens_have_the_shared_experts_output_alone(rng):
+    layer = split_layer("experts 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    mask = jnp.array([True, False, True, False])
+    out = run(layer, params, x, token_mask=mask)
+    whole, magnitude = oracle(layer, x, params)
+    off = dataclasses.replace(
+        params, experts=dataclasses.replace(params.experts, w2=0 * params.experts.w2)
+    )
+    shared_alone, _ = oracle(layer, x, off)
+    expected = np.where(np.asarray(mask)[:, None], whole, shared_alone)
+    assert_within_fp32(out, expected, magnitude, world_size=2)
+
+
+@pytest.mark.parametrize("split", [None, "tensor 2", "tensor 2 x experts 2"])
+def test_add_norm_joins_the_residual_stream_and_normalizes(rng, split):
+    layer = make_layer() if split is None else split_layer(split)
+    params, x, residual = make_params(rng, layer), make_x(rng, 4), make_x(rng, 4)
+    weight = jnp.asarray(rng.uniform(0.5, 2, HIDDEN), jnp.float32)
+    prepared = layer.prepare(params)
+    if split is None:
+        normed, stream = jax.jit(layer.add_norm)(x, prepared, residual, weight, 1e-6)
+    else:
+        with pool_of(layer) as pool:
+            step = jax.jit(lambda *args: layer.add_norm(*args, 1e-6, pool=pool))
+            normed, stream = jax.block_until_ready(step(x, prepared, residual, weight))
+            assert [record.op for record in pool.records()] == ["all_reduce_rms_norm"]
+    whole, magnitude = oracle(layer, x, params)
+    whole = whole + np.asarray(residual)
+    magnitude = magnitude + np.abs(residual)
+    assert_within_fp32(stream, whole, magnitude, world_size=layer.world_size)
+    expected = whole / np.sqrt(np.mean(whole**2, axis=1, keepdims=True) + 1e-6) * weight
+    np.testing.assert_allclose(normed, expected, rtol=0, atol=1e-4)
+
+
+def test_channels_of_two_lanes_are_apart(rng):
+    layer = split_layer("tensor 2")
+    params, x = layer.prepare(make_params(rng, layer)), make_x(rng, 4)
+    with pool_of(layer) as pool:
+        step = jax.jit(lambda x, p: layer(x, p, pool=pool))
+        outs = []
+        for name in ("target", "draft"):
+            with lane(name):
+                outs.append(np.asarray(step(x, params)))
+        np.testing.assert_array_equal(*outs)
+        records = pool.records()
+        assert sorted(record.lane for record in records) == ["draft", "target"]
+        assert len({record.executable for record in records}) == 2
+
+
+@pytest.mark.parametrize("isolation", ["executable", "lane"])
+def test_inside_pool_ordered_layers_share_one_channel(rng, isolation):
+    layer = split_layer("tensor 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    prepared = layer.prepare(params)
+
+    with pool_of(layer, isolation=isolation) as pool:
+
+        def body(x, p):
+            with pool.ordered():
+                for _ in range(3):
+                    x = layer(x, p, pool=pool)
+                return x
+
+        specs = (P(), layer.param_specs(prepared))
+        step = jax.jit(jax.shard_map(body, mesh=layer.mesh, in_specs=specs, out_specs=P()))
+        out = jax.block_until_ready(step(x, prepared))
+        assert len(pool.records()) == 1
+    expected = x
+    for _ in range(3):
+        expected = run(layer, params, expected)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_differentiating_the_layer_says_that_it_is_inference_only(rng):
+    layer = make_layer()
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    with pytest.raises(NotImplementedError, match="fused_moe is inference-only"):
+        jax.jit(jax.grad(lambda x: layer(x, params).sum()))(x)
+    split = split_layer("tensor 2")
+    prepared = split.prepare(params)
+    with (
+        pool_of(split) as pool,
+        pytest.raises(NotImplementedError, match="fused_moe is inference-only"),
+    ):
+        jax.jit(jax.grad(lambda x: split(x, prepared, pool=pool).sum()))(x)
+
+
+def test_each_device_holds_its_part_alone(rng):
+    layer = split_layer("tensor 2 x experts 2")
+    prepared = layer.prepare(make_params(rng, layer))
+    for array in jax.tree.leaves((prepared.experts, prepared.shared)):
+        parts = [shard.data.size for shard in array.addressable_shards]
+        assert parts == [array.size // 4 if array.ndim else 1] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9}, "top_k is 9; it must be at most num_experts (8)"),
+        ({"hidden": 0}, "hidden is 0; it must be 1 or more"),
+        ({"router": "best"}, "router is 'best'; it must be 'softmax', 'sigmoid' or a function"),
+        ({"overlap": "on"}, "overlap is 'on'; it must be 'auto' or 'off'"),
+        ({"tensor_axis": "tp"}, "mesh is None, but the layer is split over the axes ('tp',)"),
+        ({"mesh": {"tp": 2}}, "neither tensor_axis nor expert_axis: name one of its axes ('tp',)"),
+        ({"mesh": {"tp": 2}, "expert_axis": "ep"}, "'ep' is no axis of the mesh ('tp',)"),
+        (
+            {"mesh": {"tp": 2}, "expert_axis": "tp", "tensor_axis": "tp"},
+            "tensor_axis and expert_axis are both 'tp'",
+        ),
+        (
+            {"mesh": {"tp": 4}, "tensor_axis": "tp", "intermediate": 96},
+            "intermediate is 96, which does not split over 4 devices: 96 / 4 must be a multiple of "
+            "16, the block of nvfp4",
+        ),
+        (
+            {"mesh": {"ep": 8}, "expert_axis": "ep"},
+            "shared_intermediate is 64, which does not split over 8 devices",
+        ),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(changes, message):
+    if "mesh" in changes:
+        changes = {**changes, "mesh": mesh_of(**changes["mesh"])}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_layer(**changes)
+
+
+def test_arguments_that_are_not_the_layers_are_named(rng):
+    layer = split_layer("tensor 2")
+    params, x = make_params(rng, layer), make_x(rng, 2)
+    prepared = layer.prepare(params)
+    with pytest.raises(ValueError, match=re.escape("comm.ChannelPool(mesh, 'tp')")):
+        layer(x, prepared)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 32\); it must be \[num_tokens, hidd"):
+        make_layer()(x[:, :32], params)
+    other = split_layer("tensor 2 x experts 2")
+    with (
+        comm.ChannelPool(other.mesh, "tp") as pool,
+        pytest.raises(ValueError, match=r"pool is over the axes \('tp',\); the layer is split o"),
+    ):
+        other(x, other.prepare(params), pool=pool)
+    with pool_of(layer) as pool:
+        with pytest.raises(ValueError, match=r"split over \(1, 1\) dev.*layer.prepare\(para"):
+            layer(x, params, pool=pool)
+        with pytest.raises(ValueError, match="the layer has no mesh and reduces nothing"):
+            make_layer()(x, params, pool=pool)
+    with pytest.raises(ValueError, match=r"params.shared is None, but shared_intermediate is 64"):
+        make_layer()(x, dataclasses.replace(params, shared=None))
+    with pytest.raises(ValueError, match="is a DenseExpert; shared_format is 'nvfp4', which need"):
+        make_layer(shared_format="nvfp4")(x, params)
+    with pytest.raises(ValueError, match=r"params.router.shape is \(4, 64\); the layer needs \(8"):
+        make_layer()(x, dataclasses.replace(params, router=params.router[:4]))

@@ -1,0 +1,230 @@
+"""What an MoE layer asks of its plan: every row of the capability table."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jax_b12x import capability, moe
+from jax_b12x.capability import CPU
+from jax_b12x.moe import layer_plan, overlap_measured, planner
+from jax_b12x.moe.overlap_measured import OverlapTimes
+
+H200 = capability.KNOWN["h200"]
+NO_COOPERATIVE = dataclasses.replace(H200, cooperative_launch=False)
+FEW_SMS = dataclasses.replace(H200, sm_count=8)
+MANY = 512
+
+DEVICES = {"cpu": CPU, "h200": H200, "no cooperative launch": NO_COOPERATIVE, "8 SMs": FEW_SMS}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_forced(monkeypatch):
+    monkeypatch.delenv("B12X_NVFP4_SPLIT_DECODE", raising=False)
+
+
+def make_layer(**changes):
+    fields = {
+        "hidden": 4096,
+        "intermediate": 1408,
+        "num_experts": 128,
+        "top_k": 8,
+        "shared_intermediate": 1408,
+    }
+    return moe.MoELayer(**{**fields, **changes})
+
+
+def measured_for(layer, *, split, tokens=range(1, 9)):
+    """A measured table that has this layer, with fused decode at 50 µs."""
+    times = OverlapTimes(fused=50.0, split=split, date="2026-01-31")
+    return {layer.local.overlap_case: dict.fromkeys(tokens, times)}
+
+
+def decide(layer, num_tokens, device=H200, *, measured=None, **options):
+    return layer_plan.decide(
+        layer.local,
+        num_tokens=num_tokens,
+        dtype=jnp.bfloat16,
+        device=device,
+        overlap=layer.overlap,
+        measured={} if measured is None else measured,
+        **options,
+    )
+
+
+# How decode is launched, and how the shared expert's work is submitted:
+# recipe, tokens, device, measured µs of split (fused is 50), environment, launch, submission
+TABLE = [
+    # Not measured: fused, and what fused decode tolerates.
+    *[("nvfp4", n, "h200", None, None, "fused", "pre_resident") for n in (1, 4, 7)],
+    *[("w4a16", n, "h200", None, None, "fused", "pre_resident") for n in (1, 4, 7)],
+    *[(r, n, "h200", None, None, "fused", "none") for r in ("nvfp4", "w4a16") for n in (8, 9, 64)],
+    # Measured, and split wins: 1 to 8 tokens of the recipe that quantizes activations.
+    *[("nvfp4", n, "h200", 40.0, None, "split", "concurrent") for n in (1, 2, 7, 8)],
+    *[("nvfp4", n, "h200", 40.0, None, "fused", "none") for n in (9, 16, 64)],
+    *[("w4a16", n, "h200", 40.0, None, "fused", "pre_resident") for n in (1, 7)],
+    *[("w4a16", n, "h200", 40.0, None, "fused", "none") for n in (8, 64)],
+    # Measured, and split loses.
+    *[("nvfp4", n, "h200", 60.0, None, "fused", "pre_resident") for n in (1, 7)],
+    ("nvfp4", 8, "h200", 60.0, None, "fused", "none"),
+    # Measured, but on another device.
+    ("nvfp4", 1, "cpu", 40.0, None, "fused", "pre_resident"),
+    # No resident grid: split, whatever was measured.
+    *[
+        (recipe, n, device, us, None, "split", "concurrent")
+        for recipe in ("nvfp4", "w4a16")
+        for n in (1, 8, 64)
+        for device in ("no cooperative launch", "8 SMs")
+        for us in (None, 40.0, 60.0)
+    ],
+    # Many tokens.
+    *[
+        (recipe, MANY, device, us, environment, "dynamic", "none")
+        for recipe in ("nvfp4", "w4a16")
+        for device in DEVICES
+        for us in (None, 40.0)
+        for environment in (None, "0", "1")
+    ],
+    # The environment overrides what was measured, for the recipe that it is for.
+    *[("nvfp4", n, "h200", 40.0, "0", "fused", "pre_resident") for n in (1, 7)],
+    ("nvfp4", 8, "h200", 40.0, "0", "fused", "none"),
+    *[
+        ("nvfp4", n, "h200", us, "1", "split", "concurrent")
+        for n in (1, 8, 64)
+        for us in (None, 60)
+    ],
+    *[("w4a16", n, "h200", None, "1", "fused", "pre_resident") for n in (1, 7)],
+    ("w4a16", 8, "h200", None, "1", "fused", "none"),
+    ("nvfp4", 1, "cpu", None, "1", "split", "concurrent"),
+    ("nvfp4", 1, "no cooperative launch", None, "1", "split", "concurrent"),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "device", "split_us", "environment", "launch", "submitted"), TABLE
+)
+def test_capability_table(
+    monkeypatch, recipe, tokens, device, split_us, environment, launch, submitted
+):
+    if environment is not None:
+        monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", environment)
+    layer = make_layer(recipe=recipe)
+    measured = None if split_us is None else measured_for(layer, split=split_us, tokens=range(999))
+    made = decide(layer, tokens, DEVICES[device], measured=measured)
+    assert (made.routed.implementation, made.shared) == (launch, submitted)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "w4a16"])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 64])
+def test_without_a_shared_expert_decode_is_fused(recipe, tokens):
+    layer = make_layer(recipe=recipe, shared_intermediate=0)
+    made = decide(layer, tokens)
+    assert (made.routed.implementation, made.shared) == ("fused", None)
+    made = decide(layer, tokens, NO_COOPERATIVE)
+    assert (made.routed.implementation, made.shared) == ("split", None)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "w4a16"])
+@pytest.mark.parametrize("tokens", [1, 8, MANY])
+@pytest.mark.parametrize("device", DEVICES)
+def test_overlap_off_runs_everything_in_a_row_and_prefers_fused(recipe, tokens, device):
+    layer = make_layer(recipe=recipe, overlap="off")
+    made = decide(layer, tokens, DEVICES[device], measured=measured_for(layer, split=1.0))
+    assert made.shared == "none"
+    plain = decide(make_layer(recipe=recipe), tokens, DEVICES[device])
+    assert made.routed == plain.routed
+
+
+@pytest.mark.parametrize("implementation", ["fused", "split", "dynamic"])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 64])
+def test_the_hybrid_of_nvfp4_and_nf3_has_its_row_and_tolerates_nothing(implementation, tokens):
+    assert planner.overlap("nvfp4_nf3", implementation, tokens) == "none"
+    assert "nvfp4_nf3" not in layer_plan.SPLIT_RECIPES
+
+
+def test_the_table_is_asked_for_one_devices_part():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    layer = make_layer(mesh=mesh, tensor_axis="tp")
+    assert layer.local.overlap_case.intermediate == 704
+    assert layer.local.overlap_case.shared_intermediate == 704
+    of_the_whole = measured_for(make_layer(), split=1.0)
+    assert decide(layer, 1, measured=of_the_whole).routed.implementation == "fused"
+    own = measured_for(layer, split=1.0)
+    assert decide(layer, 1, measured=own).routed.implementation == "split"
+
+
+def test_what_was_measured_has_a_date_and_is_of_a_recipe_that_may_split():
+    for case, rows in overlap_measured.MEASURED.items():
+        assert case.recipe in layer_plan.SPLIT_RECIPES
+        for tokens, times in rows.items():
+            assert 1 <= tokens <= layer_plan.MAX_SPLIT_TOKENS
+            assert len(times.date) == 10
+            assert min(times.fused, times.split) > 0
+
+
+def test_an_environment_that_forces_what_cannot_run_raises(monkeypatch):
+    monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", "0")
+    with pytest.raises(ValueError, match="no cooperative launch"):
+        decide(make_layer(), 1, NO_COOPERATIVE)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 40])
+def test_fused_and_split_give_the_same_bits(monkeypatch, num_tokens):
+    rng = np.random.default_rng(3)
+    layer = moe.MoELayer(hidden=64, intermediate=64, num_experts=4, top_k=2, shared_intermediate=32)
+    draw = rng.standard_normal
+    params = moe.LayerParams(
+        jnp.asarray(draw((4, 64), np.float32)),
+        moe.ExpertWeights.quantize(*(draw((4, 64, 64), np.float32) for _ in range(3))),
+        moe.DenseExpert(
+            jnp.asarray(draw((64, 64), np.float32)), jnp.asarray(draw((64, 32), np.float32))
+        ),
+    )
+    x = jnp.asarray(draw((num_tokens, 64), np.float32))
+    outs = []
+    for value in "01":
+        monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", value)
+        outs.append(np.asarray(jax.jit(lambda x: layer(x, params))(x)))
+    np.testing.assert_array_equal(*outs)
+
+
+def test_explain_prints_the_choice_and_the_reason():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
+    layer = make_layer(mesh=mesh, tensor_axis="tp", expert_axis="ep", shared_format="nvfp4")
+    text = layer.explain(4, device=H200)
+    assert text.startswith(
+        """\
+MoE layer of 128 experts of 4096 x 1408, softmax top-8
+  split           experts over 'ep' (2), columns over 'tp' (2)
+  a device has    64 experts of 4096 x 704, shared 352
+  routed experts  fused, overlap pre_resident
+  shared expert   nvfp4, intermediate 1408; pre_resident
+  reduction       one, of 4 ranks, 32,768 bytes each
+  because
+    - split decode beside the shared expert was not measured for this: not preferred
+    - the shared expert is submitted before the router and joined before the routed launch, \
+whose grid must be resident as a whole
+nvfp4 MoE, 4 tokens of bfloat16[4096], top-8 of 64 experts, intermediate 704"""
+    )
+
+
+def test_explain_says_why_split_decode_was_chosen_or_not(monkeypatch):
+    layer = make_layer()
+    won = decide(layer, 1, measured=measured_for(layer, split=40.0))
+    assert won.reasons[0] == (
+        "split decode beside the shared expert took 40.0 µs, fused decode 50.0 (measured "
+        "2026-01-31)"
+    )
+    lost = decide(layer, 1, measured=measured_for(layer, split=60.0))
+    assert lost.reasons[0].startswith("fused decode took 50.0 µs with the shared expert")
+    alone = make_layer(shared_intermediate=0).explain(1, device=H200)
+    assert "no shared expert: nothing to run beside the routed ones" in alone
+    assert "  reduction       none" in alone
+    off = make_layer(overlap="off").explain(1, device=H200)
+    assert "overlap is off" in off
+    assert "shared expert   dense, intermediate 1408; in a row with the routed ones" in off
+    monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", "1")
+    assert "forced to be split (B12X_NVFP4_SPLIT_DECODE" in layer.explain(1, device=H200)
