@@ -2,6 +2,7 @@
 
 # CPU kernels and the host runtime: no XLA types.
 set(B12X_HOST_SOURCES
+    ffi/host/add.cc
     ffi/host/all_reduce.cc
     ffi/host/dcp.cc
     ffi/host/dense_dot.cc
@@ -36,8 +37,11 @@ set(B12X_RUNTIME_SOURCES
     ffi/runtime/workspace.cc)
 # What both modules have of pools and calls: each is compiled into both.
 set(B12X_CHANNEL_SOURCES
+    ffi/bindings/launch_log.cc
     ffi/bindings/pool.cc
     ffi/bindings/workspace.cc
+    ffi/handlers/block_call.cc
+    ffi/handlers/block_program.cc
     ffi/handlers/channel_call.cc
     ffi/handlers/dcp_operands.cc
     ffi/handlers/workspace_call.cc)
@@ -48,6 +52,7 @@ set(B12X_MODULE_SOURCES
     ffi/handlers/comm_cpu.cc
     ffi/handlers/dcp_cpu.cc
     ffi/handlers/dense_mlp_cpu.cc
+    ffi/handlers/moe_block_cpu.cc
     ffi/handlers/moe_call_cpu.cc
     ffi/handlers/moe_cpu.cc
     ffi/handlers/router_cpu.cc)

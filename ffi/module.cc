@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/comm/dcp_layout.h"
+#include "ffi/bindings/launch_log.h"
 #include "ffi/bindings/pool.h"
 #include "ffi/bindings/workspace.h"
 #include "ffi/handlers/families.h"
@@ -18,6 +19,7 @@ namespace nb = nanobind;
 namespace {
 
 void Fill(b12x::ffi::Registry& registry) {
+  b12x::ffi::RegisterMoeBlockCpu(registry);
   b12x::ffi::RegisterMoeCpu(registry);
   b12x::ffi::RegisterCommCpu(registry);
   b12x::ffi::RegisterDcpCpu(registry);
@@ -32,6 +34,7 @@ NB_MODULE(_b12x, m) {
   m.attr("XLA_FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   b12x::ffi::ExportRegistry(m, &Fill);
   b12x::ffi::ExportPools(m, &b12x::runtime::MakeMeetingPlaces);
+  b12x::ffi::ExportLaunchLog(m);
   b12x::ffi::ExportWorkspaces(m, &b12x::runtime::MakeHostWorkspace);
   // What the kernels compute of a combine's places, for tests at sizes that no machine here holds.
   m.def(

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cuda/launch/moe_decode.h"
+#include "ffi/bindings/launch_log.h"
 #include "ffi/bindings/pool.h"
 #include "ffi/bindings/workspace.h"
 #include "ffi/handlers/families.h"
@@ -30,6 +31,7 @@ NB_MODULE(_b12x_cuda, m) {
   m.attr("XLA_FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   b12x::ffi::ExportRegistry(m, &Fill);
   b12x::ffi::ExportPools(m, &b12x::runtime::MakePeerMemory);
+  b12x::ffi::ExportLaunchLog(m);
   b12x::ffi::ExportWorkspaces(m, &b12x::runtime::MakeCudaWorkspace);
   m.def("peer_obstacle", &b12x::runtime::PeerObstacle, nb::arg("ordinals"));
   m.def(

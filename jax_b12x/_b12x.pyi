@@ -115,3 +115,9 @@ def open_workspace_pool(
 
 def find_workspace_pool(name: str) -> NativeWorkspacePool:
     """Returns the pool of a name."""
+
+def record_launches(on: bool) -> None:
+    """Turns the record of submitted work on or off."""
+
+def take_launches() -> list[dict[str, Any]]:
+    """Returns the record so far and begins a new one."""

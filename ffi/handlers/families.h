@@ -11,6 +11,7 @@ void RegisterCommCuda(Registry& registry);
 void RegisterDcpCpu(Registry& registry);
 void RegisterDcpCuda(Registry& registry);
 void RegisterDenseMlpCpu(Registry& registry);
+void RegisterMoeBlockCpu(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
 void RegisterMoeCuda(Registry& registry);
 void RegisterReadBandwidthCuda(Registry& registry);

@@ -1,6 +1,8 @@
 """Mixture of experts: recipes, plans, weights, routing and the op."""
 
 from jax_b12x.moe import reference, routing
+from jax_b12x.moe.block import BlockResult, RouterParams, moe_block, record_launches
+from jax_b12x.moe.block_plan import BlockOrder, BlockPlan, DensePlan, plan_block
 from jax_b12x.moe.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -24,9 +26,13 @@ __all__ = [
     "SWIGLU_OAI",
     "TARGET",
     "Activation",
+    "BlockOrder",
+    "BlockPlan",
+    "BlockResult",
     "Checkpoint",
     "CheckpointError",
     "DenseExpert",
+    "DensePlan",
     "ExpertWeights",
     "Implementation",
     "LayerParams",
@@ -35,13 +41,17 @@ __all__ = [
     "MoePlan",
     "Overlap",
     "Recipe",
+    "RouterParams",
     "activation_of",
     "dense_mlp",
     "fused_moe",
     "get_recipe",
     "list_moe_layers",
     "load_experts",
+    "moe_block",
     "plan",
+    "plan_block",
+    "record_launches",
     "reference",
     "routing",
     "save_experts",

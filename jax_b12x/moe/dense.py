@@ -83,7 +83,7 @@ def dense_mlp(x: jax.Array, expert: DenseExpert, *, activation: Activation = SIL
       ValueError: an argument has the wrong shape.
       NativeError: the extension is not built.
     """
-    _check(x, expert, activation)
+    check(x, expert, activation)
     if x.shape[0] == 0:
         return jnp.zeros_like(x)
     out: jax.Array = _call(activation)(x, expert)
@@ -99,10 +99,15 @@ def _call(activation: Activation) -> Any:
     )
 
 
+def scratch_bytes(num_tokens: int, hidden: int, intermediate: int) -> int:
+    """Returns the scratch that a call needs, in bytes."""
+    return 4 * min(num_tokens, _MAX_TOKENS) * (hidden + intermediate + 1)
+
+
 def _run(activation: Activation, x: jax.Array, expert: DenseExpert) -> jax.Array:
     _native.ensure_registered()
-    scratch_bytes = 4 * min(x.shape[0], _MAX_TOKENS) * (expert.hidden + expert.intermediate + 1)
-    results = (jax.typeof(x), jax.core.ShapedArray((scratch_bytes,), jnp.uint8))
+    scratch = scratch_bytes(x.shape[0], expert.hidden, expert.intermediate)
+    results = (jax.typeof(x), jax.core.ShapedArray((scratch,), jnp.uint8))
     out, _ = jax.ffi.ffi_call(TARGET, results)(
         x,
         expert.w13,
@@ -115,7 +120,8 @@ def _run(activation: Activation, x: jax.Array, expert: DenseExpert) -> jax.Array
     return out
 
 
-def _check(x: jax.Array, expert: DenseExpert, activation: Activation) -> None:
+def check(x: jax.Array, expert: DenseExpert, activation: Activation) -> None:
+    """Checks the arguments of :func:`dense_mlp`; raises as it says."""
     if not isinstance(expert, DenseExpert):
         raise TypeError(f"expert is a {type(expert).__name__}; it must be a DenseExpert")
     if not isinstance(activation, Activation):

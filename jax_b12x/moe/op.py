@@ -167,12 +167,7 @@ def _run(
             recipe=plan.recipe,
             activation=plan.activation,
         )
-    _native.ensure_registered()
-    if plan.platform == "cuda" and jax.default_backend() != "cpu" and _native.cuda() is None:
-        raise _native.NativeError(
-            f"{plan.implementation!r} on {plan.device} needs the CUDA half of jax_b12x, which is "
-            "not built: put nvcc on PATH and install again, or plan with implementation='reference'"
-        )
+    ensure_runnable(plan)
     out, _ = call(
         TARGET,
         [(x.shape, x.dtype), ((plan.scratch_bytes,), jnp.uint8)],
@@ -182,6 +177,20 @@ def _run(
         place=place,
     )
     return out
+
+
+def ensure_runnable(plan: MoePlan) -> None:
+    """Registers the custom calls.
+
+    Raises:
+      NativeError: the extension that the plan needs is not built.
+    """
+    _native.ensure_registered()
+    if plan.platform == "cuda" and jax.default_backend() != "cpu" and _native.cuda() is None:
+        raise _native.NativeError(
+            f"{plan.implementation!r} on {plan.device} needs the CUDA half of jax_b12x, which is "
+            "not built: put nvcc on PATH and install again, or plan with implementation='reference'"
+        )
 
 
 def arrays(weights: ExpertWeights) -> tuple[jax.Array, ...]:

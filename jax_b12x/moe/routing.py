@@ -252,6 +252,11 @@ def _route_call(options: _Options) -> Any:
     )
 
 
+def _scratch_bytes(num_tokens: int, hidden: int, num_experts: int) -> int:
+    """Returns the scratch that a call needs, in bytes."""
+    return 4 * min(num_tokens, _MAX_TOKENS) * (hidden + 2 * num_experts)
+
+
 def _run_route(
     options: _Options,
     tokens: tuple[jax.Array, jax.Array | None],
@@ -266,9 +271,7 @@ def _run_route(
         jax.typeof(x).update(shape=(num_tokens, options.top_k), dtype=jnp.dtype(jnp.int32)),
         jax.typeof(x).update(shape=(num_tokens, options.top_k), dtype=jnp.dtype(jnp.float32)),
         jax.typeof(x).update(shape=(num_tokens, num_experts), dtype=jnp.dtype(jnp.float32)),
-        jax.core.ShapedArray(
-            (4 * min(num_tokens, _MAX_TOKENS) * (hidden + 2 * num_experts),), jnp.uint8
-        ),
+        jax.core.ShapedArray((_scratch_bytes(num_tokens, hidden, num_experts),), jnp.uint8),
     )
     ids, route_weights, logits, _ = jax.ffi.ffi_call(TARGET, results)(
         x,

@@ -1,0 +1,231 @@
+"""Block plans: in which order a block submits its router, its routed experts and its shared one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jax_b12x.moe.plan import MoePlan
+from jax_b12x.moe.plan import plan as make_plan
+from jax_b12x.moe.recipe import SILU, Activation
+
+BlockOrder = Literal["concurrent", "pre_resident", "serial"]
+OverlapChoice = Literal["auto", "off"]
+
+# The words of two grid barriers; the router's counters come after them.
+# `ffi/handlers/block_call.h` has the same places.
+_BARRIERS_BYTES = 512
+_ALIGNMENT = 256
+_ROUTER_TOKEN_GROUP = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class DensePlan:
+    """How a dense shared expert runs: barrier-free launches of up to 64 tokens.
+
+    Attributes:
+      intermediate: columns between the two products.
+      activation: between them.
+    """
+
+    intermediate: int
+    activation: Activation = SILU
+
+    def __post_init__(self) -> None:
+        if self.intermediate < 16 or self.intermediate % 16:
+            raise ValueError(
+                f"intermediate is {self.intermediate}; it must be a positive multiple of 16"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockPlan:
+    """How one block with static shapes is launched; made by :func:`plan_block`.
+
+    Attributes:
+      routed: the plan of the routed experts.
+      router: whether the router is part of the block.
+      shared: the plan of the shared expert, or ``None`` where there is none.
+      overlap: what the caller asked for.
+      order: ``"concurrent"``: the shared expert is submitted to an auxiliary stream before the
+        router and the routed launches, and joined after them. ``"pre_resident"``: it is submitted
+        before the router and joined before the routed launch is submitted. ``"serial"``: it follows
+        the routed experts on the same stream. All three give the same bits.
+      reasons: why, a sentence each.
+    """
+
+    routed: MoePlan
+    router: bool
+    shared: MoePlan | DensePlan | None
+    overlap: OverlapChoice
+    order: BlockOrder
+    reasons: tuple[str, ...]
+
+    @property
+    def streams(self) -> int:
+        """Auxiliary streams that it keeps on each device, 0 or 1."""
+        return int(self.order != "serial")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What it keeps on each device from run to run, in bytes."""
+        packed = self.shared if isinstance(self.shared, MoePlan) else None
+        barriers = self.routed.workspace_bytes + (packed.workspace_bytes if packed else 0)
+        if not self.router:
+            return _BARRIERS_BYTES if barriers else 0
+        counters = 4 * -(-self.routed.num_tokens // _ROUTER_TOKEN_GROUP)
+        return _BARRIERS_BYTES + -(-counters // _ALIGNMENT) * _ALIGNMENT
+
+    def explain(self) -> str:
+        """Returns what was chosen and why, as text for people."""
+        if self.shared is None:
+            shared = "none"
+        elif isinstance(self.shared, DensePlan):
+            shared = f"dense, intermediate {self.shared.intermediate}"
+        else:
+            shared = (
+                f"{self.shared.recipe} {self.shared.implementation}, intermediate "
+                f"{self.shared.intermediate}"
+            )
+        lines = [
+            f"MoE block, {self.routed.num_tokens} "
+            f"token{'' if self.routed.num_tokens == 1 else 's'}",
+            f"  router          {'in the block' if self.router else 'outside: routes are given'}",
+            f"  shared expert   {shared}",
+            f"  order           {self.order}",
+            f"  workspace       {self.workspace_bytes:,} bytes, {self.streams} stream"
+            f"{'' if self.streams == 1 else 's'}",
+            "  because",
+            *(f"    - {reason}" for reason in self.reasons),
+            "the routed experts:",
+            *("  " + line for line in self.routed.explain().splitlines()),
+        ]
+        return "\n".join(lines)
+
+
+def plan_block(
+    routed: MoePlan,
+    *,
+    router: bool,
+    shared: MoePlan | DensePlan | None = None,
+    overlap: OverlapChoice = "auto",
+) -> BlockPlan:
+    """Decides in which order a block submits its work. Pure: same arguments, same plan.
+
+    Args:
+      routed: the plan of the routed experts.
+      router: whether the router is part of the block; otherwise routes are given.
+      shared: the plan of the shared expert: a :class:`DensePlan`, or a :class:`MoePlan` of one
+        expert and ``top_k=1`` for as many tokens. Where it runs beside other work it is planned
+        again as split, which gives the same bits: two grids that must be resident do not go
+        together.
+      overlap: ``"auto"`` overlaps what the routed plan tolerates; ``"off"`` overlaps nothing.
+
+    Returns:
+      The plan; ``explain()`` prints it.
+
+    Raises:
+      TypeError: a plan is of another type.
+      ValueError: the plans do not belong together, or there is no kernel.
+    """
+    if not isinstance(routed, MoePlan):
+        raise TypeError(f"routed is {routed!r}; it must be a MoePlan, from jax_b12x.moe.plan")
+    if shared is not None and not isinstance(shared, MoePlan | DensePlan):
+        raise TypeError(f"shared is {shared!r}; it must be a MoePlan, a DensePlan or None")
+    if overlap not in ("auto", "off"):
+        raise ValueError(f"overlap is {overlap!r}; it must be 'auto' or 'off'")
+    for name, part in (("routed", routed), ("shared", shared)):
+        if isinstance(part, MoePlan) and part.implementation == "reference":
+            raise ValueError(
+                f"the {name} plan is 'reference', plain jnp without a kernel; compose "
+                "moe.routing, moe.fused_moe and moe.dense_mlp in JAX instead of a block"
+            )
+    if isinstance(shared, MoePlan):
+        _check_shared(routed, shared)
+    order, reasons = _order(routed, router, shared, overlap)
+    if isinstance(shared, MoePlan) and order != "serial" and shared.implementation == "fused":
+        shared = _split(shared)
+        reasons = (*reasons, "the shared expert runs split, so that it is no resident grid itself")
+    return BlockPlan(routed, router, shared, overlap, order, reasons)
+
+
+def with_num_tokens(plan: BlockPlan, num_tokens: int) -> BlockPlan:
+    """Returns the plan of the same block for another number of tokens."""
+    if num_tokens == plan.routed.num_tokens:
+        return plan
+    shared = plan.shared
+    if isinstance(shared, MoePlan):
+        shared = _with_num_tokens(shared, num_tokens)
+    return plan_block(
+        _with_num_tokens(plan.routed, num_tokens),
+        router=plan.router,
+        shared=shared,
+        overlap=plan.overlap,
+    )
+
+
+def _order(
+    routed: MoePlan,
+    router: bool,
+    shared: MoePlan | DensePlan | None,
+    overlap: OverlapChoice,
+) -> tuple[BlockOrder, tuple[str, ...]]:
+    if shared is None:
+        return "serial", ("no shared expert: there is nothing to overlap",)
+    if overlap == "off":
+        return "serial", ("overlap is off: the caller wants one stream",)
+    if routed.overlap == "concurrent":
+        return "concurrent", (
+            f"the routed experts are {routed.implementation}: no launch of theirs waits for a "
+            "whole grid, so the shared expert runs beside them; it is submitted first",
+        )
+    if routed.overlap == "pre_resident":
+        if router:
+            return "pre_resident", (
+                "the routed grid must be resident as a whole: the shared expert overlaps the "
+                "router and is joined before the routed launch is submitted",
+            )
+        return "serial", (
+            "the routed grid must be resident as a whole, and routes are given: there is no router "
+            "in the block to overlap",
+        )
+    return "serial", (f"the routed plan ({routed.implementation}) tolerates nothing beside it",)
+
+
+def _check_shared(routed: MoePlan, shared: MoePlan) -> None:
+    for name, actual, required in (
+        ("num_experts", shared.num_experts, 1),
+        ("top_k", shared.top_k, 1),
+        ("num_tokens", shared.num_tokens, routed.num_tokens),
+        ("hidden", shared.hidden, routed.hidden),
+        ("dtype", shared.dtype, routed.dtype),
+        ("device", shared.device, routed.device),
+    ):
+        if actual != required:
+            raise ValueError(
+                f"shared.{name} is {actual}; beside these routed experts it must be {required}"
+            )
+
+
+def _split(plan: MoePlan) -> MoePlan:
+    return _replan(plan, plan.num_tokens, "split")
+
+
+def _with_num_tokens(plan: MoePlan, num_tokens: int) -> MoePlan:
+    return _replan(plan, num_tokens, None)
+
+
+def _replan(plan: MoePlan, num_tokens: int, implementation: Literal["split"] | None) -> MoePlan:
+    return make_plan(
+        plan.recipe,
+        num_tokens=num_tokens,
+        hidden=plan.hidden,
+        intermediate=plan.intermediate,
+        num_experts=plan.num_experts,
+        top_k=plan.top_k,
+        dtype=plan.dtype,
+        activation=plan.activation,
+        weight_format=plan.weight_format,
+        implementation=implementation,
+        device=plan.device,
+    )
