@@ -121,8 +121,19 @@ def save_quantized(
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def load_quantized(folder: pathlib.Path, *, recipe: RecipeName = "nvfp4") -> tuple[Decoder, Record]:
-    """Loads the NVFP4 checkpoint: packed experts as they are, the rest computed in float32.
+def load_quantized(
+    folder: pathlib.Path,
+    *,
+    recipe: RecipeName = "nvfp4",
+    dtype: jax.typing.DTypeLike | None = None,
+) -> tuple[Decoder, Record]:
+    """Loads the NVFP4 checkpoint, with packed experts as they are.
+
+    Args:
+      folder: of the checkpoint.
+      recipe: what the experts compute in.
+      dtype: what everything else is computed in; by default bfloat16 on GPUs, whose expert kernels
+        take 16-bit activations, and float32 on CPUs.
 
     Returns:
       The model, and the record of its training.
@@ -131,6 +142,8 @@ def load_quantized(folder: pathlib.Path, *, recipe: RecipeName = "nvfp4") -> tup
       CheckpointError: the folder holds no such checkpoint, or a damaged one.
       ValueError: its dense parameters are not those of the model.
     """
+    if dtype is None:
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     opened = moe.Checkpoint(folder)
     config_json = opened.config()
     config = ModelConfig.from_json(config_json["model"])
@@ -143,7 +156,7 @@ def load_quantized(folder: pathlib.Path, *, recipe: RecipeName = "nvfp4") -> tup
         return PackedExperts(experts[layer], recipe=recipe)
 
     # Only the shapes: no initial parameters are drawn to be thrown away.
-    model = nnx.eval_shape(lambda: Decoder(config, make_experts, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(config, make_experts, dtype=dtype, rngs=nnx.Rngs(0)))
     dense = {name: opened.tensor(name).read() for name in opened.names if ".experts." not in name}
     nnx.update(model, unflatten(nnx.state(model, nnx.Param), dense))
     for block, weights in zip(model.blocks, experts, strict=True):

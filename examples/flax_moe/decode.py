@@ -16,15 +16,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from examples.flax_moe.attention import KVCache
 from examples.flax_moe.model import Decoder
+from jax_b12x import comm, lane
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -77,7 +81,7 @@ class Sequence:
       cache: keys and values; those at ``position`` and after it are of drafts that were rejected.
       position: ``int32[]``, how many tokens were read. The last token is not yet among them.
       token: ``int32[]``, the last token.
-      hidden: ``[hidden]``, the decoder's state at the token before the last.
+      hidden: ``float32[hidden]``, the decoder's state at the token before the last.
     """
 
     cache: KVCache
@@ -176,17 +180,36 @@ def _verify(
     rest = jnp.maximum(p[accepted] - jnp.where(accepted < num_drafts, q, 0), 0)
     token = sample(rest, sample_key)
     emitted = jnp.where(at < accepted, drafts, token)
-    following = Sequence(cache, sequence.position + 1 + accepted, token, hidden[accepted])
+    state_there = hidden[accepted].astype(jnp.float32)
+    following = Sequence(cache, sequence.position + 1 + accepted, token, state_there)
     return following, Step(jnp.append(emitted, token), accepted, logits)
 
 
 class Generator:
-    """Continues prompts with one model; everything it runs is compiled once."""
+    """Continues prompts with one model; everything it runs is compiled once.
 
-    def __init__(self, model: Decoder) -> None:
-        """Splits the model into what is compiled in and what is passed in."""
+    The decoder and its draft head are executables of their own, which run around each other in the
+    lanes ``target`` and ``draft``: neither ever uses channels or workspaces of the other.
+    """
+
+    def __init__(self, model: Decoder, pool: comm.ChannelPool | None = None) -> None:
+        """Splits the model into what is compiled in and what is passed in.
+
+        Args:
+          model: the model.
+          pool: what it communicates on, where it is on several devices.
+        """
         self.config = model.config
         self.graph, self.state = nnx.split(model)
+        self.pool = pool
+
+    def place(self, tree: T) -> T:
+        """Returns arrays where the model is: on each of its devices."""
+        if self.pool is None:
+            return tree
+        everywhere = NamedSharding(self.pool.topology.mesh, PartitionSpec())
+        placed: T = jax.device_put(tree, everywhere)
+        return placed
 
     def prefill(self, prompt: np.ndarray) -> Sequence:
         """Reads all but the last token of the prompt.
@@ -203,17 +226,17 @@ class Generator:
                 f"{self.config.context}"
             )
         width = 1 + self.config.drafts
-        cache = KVCache.zeros(self.config)
+        cache = self.place(KVCache.zeros(self.config))
         hidden = jnp.zeros(self.config.hidden)
         for position in range(0, prompt.size - 1, width):
             chunk = prompt[position : min(position + width, prompt.size - 1)].astype(np.int32)
             tokens = np.pad(chunk, (0, width - chunk.size))
-            hidden, cache = _read(
-                self.graph, self.state, tokens, np.int32(chunk.size), np.int32(position), cache
-            )
-        return Sequence(
-            cache, jnp.int32(prompt.size - 1), jnp.int32(prompt[-1]), hidden.astype(jnp.float32)
-        )
+            with lane("target"):
+                hidden, cache = _read(
+                    self.graph, self.state, tokens, np.int32(chunk.size), np.int32(position), cache
+                )
+        position, token = self.place((jnp.int32(prompt.size - 1), jnp.int32(prompt[-1])))
+        return Sequence(cache, position, token, hidden.astype(jnp.float32))
 
     def advance(
         self, sequence: Sequence, *, speculative: bool, temperature: float, key: jax.Array
@@ -226,18 +249,19 @@ class Generator:
         degrees = np.float32(temperature)
         drafts, probabilities = self.no_drafts()
         if speculative:
-            drafts, probabilities = _draft(
-                self.graph, self.state, sequence.hidden, sequence.token, degrees, draft_key
-            )
+            with lane("draft"):
+                drafts, probabilities = _draft(
+                    self.graph, self.state, sequence.hidden, sequence.token, degrees, draft_key
+                )
         num_drafts = np.int32(self.config.drafts if speculative else 0)
-        return _verify(
-            self.graph, self.state, sequence, drafts, probabilities, num_drafts, degrees, verify_key
-        )
+        arguments = (sequence, drafts, probabilities, num_drafts, degrees, verify_key)
+        with lane("target"):
+            return _verify(self.graph, self.state, *arguments)
 
     def no_drafts(self) -> tuple[jax.Array, jax.Array]:
         """Returns drafts that fill the shape and are not looked at."""
         drafts, vocab = self.config.drafts, self.config.vocab
-        return jnp.zeros(drafts, jnp.int32), jnp.zeros((drafts, vocab), jnp.float32)
+        return self.place((jnp.zeros(drafts, jnp.int32), jnp.zeros((drafts, vocab), jnp.float32)))
 
     def stream(
         self,

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from examples.flax_moe import checkpoint, data, generate, score
+from examples.flax_moe import checkpoint, data, generate, score, serving
 from examples.flax_moe.decode import Generator
-from jax_b12x import moe
 
 RECIPE = "nvfp4"
 
@@ -24,8 +22,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=360, help="bytes to write")
     parser.add_argument("--bytes", type=int, default=8192, help="of held-out text to measure")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="to split the experts over; CPU devices will do"
+    )
     options = parser.parse_args(argv)
     console = Console()
+    try:
+        devices = serving.choose_devices(options.devices)
+    except ValueError as error:
+        parser.error(str(error))
 
     begun = time.perf_counter()
     with console.status("loading the NVFP4 checkpoint"):
@@ -36,7 +41,8 @@ def main(argv: list[str] | None = None) -> None:
         f"experts (top-{config.top_k}) and a shared one,\nexperts stored and multiplied in NVFP4; "
         f"trained on the King James Bible. Loaded in {time.perf_counter() - begun:.1f} s."
     )
-    generator = Generator(model)
+    model, pool = serving.serve(model, devices)
+    generator = Generator(model, pool)
     with console.status("compiling"):
         generate.warm_up(generator, data.encode(options.prompt.encode()))
     _, statistics, seconds = generate.stream(
@@ -59,17 +65,10 @@ def main(argv: list[str] | None = None) -> None:
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
 
-    plan = moe.plan(
-        RECIPE,
-        num_tokens=1 + config.drafts,
-        hidden=config.hidden,
-        intermediate=config.intermediate,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        dtype=jnp.float32,
+    console.print("\n[bold]How each MoE layer runs, and why[/bold]")
+    console.print(
+        model.blocks[0].moe.layer.explain(1 + config.drafts, dtype=model.dtype), highlight=False
     )
-    console.print("\n[bold]The plan of each MoE call[/bold]")
-    console.print(plan.explain(), highlight=False)
     each = statistics.accepted / statistics.proposed
     table = Table(show_header=False, title="\nHow it did", title_justify="left")
     table.add_row("speed", f"{statistics.tokens / seconds:.0f} tokens/s (a token is a byte)")

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from examples.flax_moe import checkpoint, data
+from examples.flax_moe import checkpoint, data, profile, serving
 from examples.flax_moe.decode import Generator, Statistics
 
 # From a book that the model was not trained on.
@@ -87,13 +87,24 @@ def main(argv: list[str] | None = None) -> None:
         default=True,
         help="verify drafts of the multi-token-prediction head; greedy text is the same without",
     )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="to split the experts over; CPU devices will do"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="first measure memory, with executables that are thrown away",
+    )
     options = parser.parse_args(argv)
     console = Console()
     try:
         prompt = data.encode(options.prompt.encode())
+        devices = serving.choose_devices(options.devices)
         with console.status("loading and compiling"):
             model, _ = checkpoint.load_quantized(options.checkpoint, recipe=options.recipe)
-            generator = Generator(model)
+            generator = Generator(*serving.serve(model, devices))
+            if options.profile:
+                console.print(profile.table(profile.profile(generator)))
             warm_up(generator, prompt, speculative=options.speculative)
         _, statistics, seconds = stream(
             console,

@@ -11,7 +11,7 @@ from flax import nnx
 
 from examples.flax_moe.attention import Attention, KVCache
 from examples.flax_moe.config import ModelConfig
-from jax_b12x.flax import MoE, SwiGLU
+from jax_b12x.flax import MoE, MoELayer, Routing, SwiGLU
 from jax_b12x.flax.moe import Experts
 
 # Builds the routed experts of a layer; training and serving differ in nothing else.
@@ -24,7 +24,7 @@ class Outputs(NamedTuple):
     Attributes:
       logits: ``float32[..., num_tokens, vocab]``, for the token after each.
       hidden: ``[..., num_tokens, hidden]``, what the drafts start from.
-      balance_loss: ``float32[]``, the mean over the layers.
+      balance_loss: ``float32[]``, the mean over the layers; 0 of a model that serves.
     """
 
     logits: jax.Array
@@ -43,7 +43,7 @@ class Block(nnx.Module):
         self.attention_norm = nnx.RMSNorm(config.hidden, **norm)
         self.attention = Attention(config, dtype=dtype, rngs=rngs)
         self.moe_norm = nnx.RMSNorm(config.hidden, **norm)
-        self.moe = MoE(
+        self.moe: MoE | MoELayer = MoE(
             config.hidden,
             config.num_experts,
             config.top_k,
@@ -51,6 +51,18 @@ class Block(nnx.Module):
             shared=SwiGLU(config.hidden, config.shared_intermediate, dtype=dtype, rngs=rngs),
             rngs=rngs,
         )
+
+    def feed_forward(
+        self, x: jax.Array, valid: jax.Array | None = None
+    ) -> tuple[jax.Array, Routing | None]:
+        """Returns what the experts add, and where the tokens went where that is known.
+
+        The layer that serves (``serving.py``) does not tell: it may route inside a kernel.
+        """
+        if isinstance(self.moe, MoELayer):
+            return self.moe(x, valid), None
+        y, route = self.moe(x, valid)
+        return y, route
 
 
 class DraftHead(nnx.Module):
@@ -133,9 +145,10 @@ class Decoder(nnx.Module):
         for block in self.blocks:
             x = x + drop(block.attention(block.attention_norm(x)))
             flat = block.moe_norm(x).reshape(-1, self.config.hidden)
-            y, route = block.moe(flat)
+            y, route = block.feed_forward(flat)
             x = x + drop(y.reshape(x.shape))
-            balance += route.balance_loss() / self.config.layers
+            if route is not None:
+                balance += route.balance_loss() / self.config.layers
         return Outputs(self.predict(self.norm(x)), x, balance)
 
     def step(
@@ -157,7 +170,7 @@ class Decoder(nnx.Module):
         for layer, block in enumerate(self.blocks):
             y, cache = block.attention.step(block.attention_norm(x), position, cache, layer)
             x = x + y
-            y, _ = block.moe(block.moe_norm(x), valid)
+            y, _ = block.feed_forward(block.moe_norm(x), valid)
             x = x + y
         return self.predict(self.norm(x)), x, cache
 
