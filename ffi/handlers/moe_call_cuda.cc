@@ -157,6 +157,10 @@ xffi::Error ReadBuffers(const MoeAttributes& attributes, const MoeBuffers& buffe
   p.top_k = static_cast<int32_t>(top_k);
   call->scratch = scratch.untyped_data();
   call->scratch_bytes = static_cast<int64_t>(scratch.size_bytes());
+  // For tests of the barrier's bound: a plan never says it.
+  if (attributes.geometry.contains("unchecked_residency")) {
+    call->residency = DecodeResidency::kUnchecked;
+  }
   return ReadGeometry(attributes.geometry, &p.geometry);
 }
 
@@ -169,9 +173,29 @@ xffi::Error ReadMoeCall(const xffi::Dictionary& dictionary, const MoeBuffers& bu
   return ReadBuffers(attributes, buffers, call);
 }
 
+runtime::CudaWorkspace* WorkspaceOn(const WorkspaceCall& state, int32_t device) {
+  if (!state.lease.has_value()) return nullptr;
+  return &static_cast<runtime::CudaWorkspace&>(state.lease->On(device));
+}
+
+xffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, xffi::Dictionary) {
+  return PrepareWorkspace(state, device);
+}
+
+void UseBarrier(const runtime::CudaWorkspace* workspace, int64_t offset, MoeCall* call) {
+  if (workspace == nullptr || call->launch != DecodeLaunch::kFused ||
+      offset + static_cast<int64_t>(sizeof(uint64_t)) > workspace->bytes()) {
+    return;
+  }
+  call->params.barrier.word =
+      reinterpret_cast<uint64_t*>(static_cast<char*>(workspace->data()) + offset);
+  call->params.barrier.fault = workspace->fault_word();
+  call->params.barrier.timeout_ns = workspace->timeout_ns();
+}
+
 xffi::Error LaunchMoe(const MoeCall& call, cudaStream_t stream) {
   return Launched(launch_moe_decode(call.params, call.recipe, call.launch, call.scratch,
-                                    call.scratch_bytes, stream),
+                                    call.scratch_bytes, stream, call.residency),
                   "b12x_moe on CUDA");
 }
 

@@ -10,6 +10,8 @@
 #include "cuda/launch/moe_decode.h"
 #include "ffi/handlers/moe_attributes.h"
 #include "ffi/handlers/moe_operands.h"
+#include "ffi/handlers/workspace_call.h"
+#include "ffi/runtime/workspace_cuda.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace b12x::ffi {
@@ -19,12 +21,24 @@ struct MoeCall {
   MoeDecodeParams params{};
   DecodeRecipeId recipe = DecodeRecipeId::kW4A16Bf16;
   DecodeLaunch launch = DecodeLaunch::kFused;
+  DecodeResidency residency = DecodeResidency::kCooperative;
   void* scratch = nullptr;
   int64_t scratch_bytes = 0;
 };
 
 xla::ffi::Error ReadMoeCall(const xla::ffi::Dictionary& attributes, const MoeBuffers& buffers,
                             MoeCall* call);
+
+// The part of the call's workspace that is on the device; null where it keeps nothing. Throws where
+// *initialize* has not made it.
+runtime::CudaWorkspace* WorkspaceOn(const WorkspaceCall& state, int32_t device);
+
+// The *initialize* stage: it runs before every execution, of captured programs as well.
+xla::ffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device,
+                                        xla::ffi::Dictionary attributes);
+
+// Gives a fused launch the word of its grid barrier, at an offset of the workspace.
+void UseBarrier(const runtime::CudaWorkspace* workspace, int64_t offset, MoeCall* call);
 
 xla::ffi::Error LaunchMoe(const MoeCall& call, cudaStream_t stream);
 

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <exception>
 
 #include "ffi/handlers/families.h"
 #include "ffi/handlers/moe_call_cuda.h"
@@ -16,27 +17,26 @@ namespace xffi = xla::ffi;
 xffi::Error MoeCuda(WorkspaceCall* workspace, int32_t device, cudaStream_t stream,
                     xffi::RemainingArgs args, xffi::RemainingRets rets,
                     xffi::Dictionary dictionary) {
-  (void)workspace;
-  (void)device;
   MoeBuffers buffers;
   if (xffi::Error error = ReadMoeBuffers(args, rets, &buffers); error.failure()) return error;
   MoeCall call;
   if (xffi::Error error = ReadMoeCall(dictionary, buffers, &call); error.failure()) return error;
+  try {
+    UseBarrier(WorkspaceOn(*workspace, device), 0, &call);
+  } catch (const std::exception& error) {
+    return xffi::Error(xffi::ErrorCode::kFailedPrecondition, error.what());
+  }
   return LaunchMoe(call, stream);
 }
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateWorkspaceCall,
                        xffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize,
-    [](WorkspaceCall* workspace, int32_t device, xffi::Dictionary) {
-      return PrepareWorkspace(workspace, device);
-    },
-    xffi::Ffi::BindInitialize()
-        .Ctx<xffi::State<WorkspaceCall>>()
-        .Ctx<xffi::DeviceOrdinal>()
-        .Attrs());
+XLA_FFI_DEFINE_HANDLER(kInitialize, InitializeWorkspaceCall,
+                       xffi::Ffi::BindInitialize()
+                           .Ctx<xffi::State<WorkspaceCall>>()
+                           .Ctx<xffi::DeviceOrdinal>()
+                           .Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kMoeCuda, MoeCuda,
                        xffi::Ffi::Bind()

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "ffi/runtime/workspace.h"
@@ -21,6 +22,7 @@ class CudaWorkspace : public DeviceWorkspace {
 
   // `spec.bytes` of device memory, zero at first. Null when that is none.
   void* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
   // In pinned host memory: whatever a kernel writes that is not zero is a fault. Kernels reach it
   // under the same address.
   uint32_t* fault_word() const { return fault_word_; }
@@ -29,6 +31,8 @@ class CudaWorkspace : public DeviceWorkspace {
   cudaStream_t aux_stream() const { return aux_stream_; }
   cudaEvent_t fork_event() const { return fork_event_; }
   cudaEvent_t join_event() const { return join_event_; }
+  // Held while a call is submitted that uses the stream and events.
+  std::unique_lock<std::mutex> LockSubmission() { return std::unique_lock(submission_); }
 
   void Quiesce() override;
   std::string Fault() const override;
@@ -40,6 +44,7 @@ class CudaWorkspace : public DeviceWorkspace {
   const int ordinal_;
   const int64_t bytes_;
   const uint64_t timeout_ns_;
+  std::mutex submission_;
   void* data_ = nullptr;
   uint32_t* fault_word_ = nullptr;
   cudaStream_t aux_stream_ = nullptr;
