@@ -63,18 +63,24 @@ set(B12X_CUDA_SOURCES
     cuda/kernels/oneshot_all_reduce.cu
     cuda/kernels/oneshot_all_reduce_rms_norm.cu
     cuda/kernels/read_bandwidth.cu
+    cuda/kernels/sm90_dense_mlp.cu
     cuda/kernels/sm90_moe_decode_fused.cu
     cuda/kernels/sm90_moe_decode_split.cu
-    cuda/launch/moe_decode.cc)
+    cuda/kernels/sm90_router.cu
+    cuda/launch/dense_mlp.cc
+    cuda/launch/moe_decode.cc
+    cuda/launch/router.cc)
 # The module `_b12x_cuda`: FFI handlers of the `CUDA` platform, compiled by the C++ compiler.
 set(B12X_CUDA_MODULE_SOURCES
     ffi/module_cuda.cc
     ffi/handlers/channel_call_cuda.cc
     ffi/handlers/comm_cuda.cc
     ffi/handlers/dcp_cuda.cc
+    ffi/handlers/dense_mlp_cuda.cc
     ffi/handlers/moe_call_cuda.cc
     ffi/handlers/moe_cuda.cc
     ffi/handlers/read_bandwidth_cuda.cc
+    ffi/handlers/router_cuda.cc
     ffi/runtime/peer_memory.cc
     ffi/runtime/workspace_cuda.cc)
 # Options of nvcc, beside the architectures, the C++ standard and optimisation.

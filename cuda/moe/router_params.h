@@ -10,7 +10,7 @@ enum class Scoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 
 inline constexpr int kRouterMaxExperts = 1024;
 inline constexpr int kRouterMaxTopK = 16;
-inline constexpr int kRouterTokenGroup = 8;  // tokens whose experts one CTA chooses
+inline constexpr int kRouterMaxGroups = 32;
 
 // Matrices are row-major and dense, their rows 16-byte aligned.
 struct RouterParams {
@@ -22,7 +22,6 @@ struct RouterParams {
   int32_t* topk_ids = nullptr;          // [num_tokens, top_k]
   float* topk_weights = nullptr;        // [num_tokens, top_k]
   float* logits = nullptr;              // [num_tokens, num_experts]
-  uint32_t* workspace = nullptr;        // router_workspace_bytes, or null
   int32_t num_tokens = 0;
   int32_t hidden = 0;  // a multiple of 16
   int32_t num_experts = 0;

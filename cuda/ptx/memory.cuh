@@ -60,4 +60,19 @@ __device__ __forceinline__ uint4 load_16(const void* address) {
   return v;
 }
 
+// A load of weights that are read once, or zeros where `valid` is false: nothing is read there.
+__device__ __forceinline__ uint4 load_weights_16(const void* address, bool valid, uint64_t policy) {
+  uint4 v;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred valid;\n\t"
+      "setp.ne.u32 valid, %5, 0;\n\t"
+      "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
+      "@valid ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6;\n\t"
+      "}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(address), "r"(static_cast<uint32_t>(valid)), "l"(policy));
+  return v;
+}
+
 }  // namespace b12x::ptx

@@ -11,11 +11,13 @@ void RegisterCommCuda(Registry& registry);
 void RegisterDcpCpu(Registry& registry);
 void RegisterDcpCuda(Registry& registry);
 void RegisterDenseMlpCpu(Registry& registry);
+void RegisterDenseMlpCuda(Registry& registry);
 void RegisterMoeBlockCpu(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
 void RegisterMoeCuda(Registry& registry);
 void RegisterReadBandwidthCuda(Registry& registry);
 void RegisterRouterCpu(Registry& registry);
+void RegisterRouterCuda(Registry& registry);
 
 }  // namespace b12x::ffi
 

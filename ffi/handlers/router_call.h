@@ -85,7 +85,7 @@ xla::ffi::Error ReadRouterCall(RouterBuffers& buffers, const RouterAttributes& a
   }
   const int64_t tokens = x_shape[0], hidden = x_shape[1], experts = weight_shape[0];
   const int64_t top_k = ids_shape[1];
-  constexpr int64_t kMaxExperts = 1024, kMaxTopK = 16, kMaxSize = 1 << 20;
+  constexpr int64_t kMaxExperts = 1024, kMaxTopK = 16, kMaxGroups = 32, kMaxSize = 1 << 20;
   if (hidden < 16 || hidden % 16 != 0 || hidden > kMaxSize || tokens > kMaxSize) {
     return refuse("hidden must be a multiple of 16, and num_tokens and hidden at most 2^20");
   }
@@ -94,9 +94,11 @@ xla::ffi::Error ReadRouterCall(RouterBuffers& buffers, const RouterAttributes& a
     return refuse("top_k must be within [1, min(16, num_experts)]");
   }
   const int64_t groups = attributes.num_groups, topk_groups = attributes.topk_groups;
-  if (groups < 1 || experts % groups != 0 || topk_groups < 1 || topk_groups > groups ||
-      top_k > topk_groups * (experts / groups)) {
-    return refuse("num_groups must divide num_experts, and topk_groups of them hold top_k experts");
+  if (groups < 1 || groups > kMaxGroups || experts % groups != 0 || topk_groups < 1 ||
+      topk_groups > groups || top_k > topk_groups * (experts / groups)) {
+    return refuse(
+        "num_groups must be at most 32 and divide num_experts, and topk_groups of them hold top_k "
+        "experts");
   }
   if (attributes.scoring == "softmax") {
     call->scoring = decltype(call->scoring)::kSoftmax;

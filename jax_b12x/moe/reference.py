@@ -103,7 +103,10 @@ def dense_mlp(x: jax.Array, expert: DenseExpert, *, activation: Activation = SIL
     if expert.w13_bias is not None:
         product = product + expert.w13_bias
     gate, up = jnp.split(product, 2, axis=1)
-    h = activate(gate, up, activation).astype(x.dtype)
+    # XLA may leave out a rounding that is widened again, except across a barrier.
+    h = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call, unused-ignore]
+        activate(gate, up, activation).astype(x.dtype)
+    )
     y = _dot(h.astype(jnp.float32), w2)
     if expert.w2_bias is not None:
         y = y + expert.w2_bias

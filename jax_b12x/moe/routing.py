@@ -27,6 +27,7 @@ TARGET = "b12x_router"
 PADDING = -1
 MAX_EXPERTS = 1024
 MAX_TOP_K = 16
+MAX_GROUPS = 32
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -172,7 +173,7 @@ def route(
       scoring: ``"softmax"`` or ``"sigmoid"``.
       renormalize: whether a token's weights are divided by their sum.
       scale: what the weights are multiplied with in the end (``routed_scaling_factor``).
-      num_groups: groups of experts; only with ``sigmoid``.
+      num_groups: groups of experts, at most 32; only with ``sigmoid``.
       topk_groups: groups that a token may use; only with ``sigmoid``.
       token_mask: ``bool[num_tokens]``; tokens where it is false are padding.
 
@@ -334,6 +335,8 @@ def _check_route(
             f"num_groups is {options.num_groups} and topk_groups {options.topk_groups}; with "
             "scoring 'softmax' both must be 1"
         )
+    if options.num_groups > MAX_GROUPS:
+        raise ValueError(f"num_groups is {options.num_groups}; it must be at most {MAX_GROUPS}")
     _check_groups(num_experts, options.top_k, options.num_groups, options.topk_groups)
 
 

@@ -1,0 +1,53 @@
+// `b12x_router` on the `CUDA` platform: decodes and checks a call, launches.
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "cuda/launch/router.h"
+#include "ffi/handlers/families.h"
+#include "ffi/handlers/router_call.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace b12x::ffi {
+namespace {
+
+namespace xffi = xla::ffi;
+
+xffi::Error RouterCuda(cudaStream_t stream, xffi::AnyBuffer x, xffi::AnyBuffer weight,
+                       xffi::AnyBuffer bias, xffi::AnyBuffer token_mask,
+                       xffi::Result<xffi::AnyBuffer> topk_ids,
+                       xffi::Result<xffi::AnyBuffer> topk_weights,
+                       xffi::Result<xffi::AnyBuffer> logits,
+                       xffi::ResultBuffer<xffi::U8> /*scratch*/, std::string_view scoring,
+                       bool renormalize, float scale, int64_t num_groups, int64_t topk_groups) {
+  RouterBuffers buffers{x, weight, bias, token_mask, topk_ids, topk_weights, logits};
+  RouterParams params;
+  xffi::Error error =
+      ReadRouterCall(buffers, {scoring, renormalize, scale, num_groups, topk_groups}, &params);
+  if (error.failure()) return error;
+  const LaunchStatus status = launch_router(params, stream);
+  if (status.reason != nullptr) {
+    return xffi::Error::InvalidArgument(std::string("b12x_router on CUDA: ") + status.reason);
+  }
+  if (status.error != cudaSuccess) {
+    return xffi::Error::Internal(std::string("b12x_router on CUDA: the launch failed: ") +
+                                 cudaGetErrorString(status.error));
+  }
+  return xffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kRouterCuda, RouterCuda,
+                       BindRouter(xffi::Ffi::Bind().Ctx<xffi::PlatformStream<cudaStream_t>>()),
+                       {xffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+void RegisterRouterCuda(Registry& registry) {
+  Stages stages;
+  stages.execute = kRouterCuda;
+  registry.AddTarget("b12x_router", stages);
+}
+
+}  // namespace b12x::ffi
