@@ -58,6 +58,7 @@ set(B12X_MODULE_SOURCES
     ffi/handlers/router_cpu.cc)
 # CUDA kernels and launchers, compiled by nvcc: no XLA types.
 set(B12X_CUDA_SOURCES
+    cuda/kernels/add.cu
     cuda/kernels/dcp_combine.cu
     cuda/kernels/dcp_gather.cu
     cuda/kernels/oneshot_all_reduce.cu
@@ -77,10 +78,12 @@ set(B12X_CUDA_MODULE_SOURCES
     ffi/handlers/comm_cuda.cc
     ffi/handlers/dcp_cuda.cc
     ffi/handlers/dense_mlp_cuda.cc
+    ffi/handlers/moe_block_cuda.cc
     ffi/handlers/moe_call_cuda.cc
     ffi/handlers/moe_cuda.cc
     ffi/handlers/read_bandwidth_cuda.cc
     ffi/handlers/router_cuda.cc
+    ffi/runtime/captured_graph.cc
     ffi/runtime/peer_memory.cc
     ffi/runtime/workspace_cuda.cc)
 # Options of nvcc, beside the architectures, the C++ standard and optimisation.

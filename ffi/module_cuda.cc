@@ -21,6 +21,7 @@ void Fill(b12x::ffi::Registry& registry) {
   b12x::ffi::RegisterCommCuda(registry);
   b12x::ffi::RegisterDcpCuda(registry);
   b12x::ffi::RegisterDenseMlpCuda(registry);
+  b12x::ffi::RegisterMoeBlockCuda(registry);
   b12x::ffi::RegisterMoeCuda(registry);
   b12x::ffi::RegisterReadBandwidthCuda(registry);
   b12x::ffi::RegisterRouterCuda(registry);

@@ -18,7 +18,6 @@ namespace b12x::ffi {
 // What a block keeps on the device from run to run lies at these places of its workspace.
 inline constexpr int64_t kRoutedBarrierOffset = 0;
 inline constexpr int64_t kSharedBarrierOffset = 256;
-inline constexpr int64_t kRouterWordsOffset = 512;
 
 // A call's buffers, sorted by what they are for, and its attributes.
 //

@@ -13,6 +13,7 @@ void RegisterDcpCuda(Registry& registry);
 void RegisterDenseMlpCpu(Registry& registry);
 void RegisterDenseMlpCuda(Registry& registry);
 void RegisterMoeBlockCpu(Registry& registry);
+void RegisterMoeBlockCuda(Registry& registry);
 void RegisterMoeCpu(Registry& registry);
 void RegisterMoeCuda(Registry& registry);
 void RegisterReadBandwidthCuda(Registry& registry);

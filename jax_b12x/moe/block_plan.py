@@ -12,11 +12,8 @@ from jax_b12x.moe.recipe import SILU, Activation
 BlockOrder = Literal["concurrent", "pre_resident", "serial"]
 OverlapChoice = Literal["auto", "off"]
 
-# The words of two grid barriers; the router's counters come after them.
-# `ffi/handlers/block_call.h` has the same places.
+# The words of two grid barriers; `ffi/handlers/block_call.h` has their places.
 _BARRIERS_BYTES = 512
-_ALIGNMENT = 256
-_ROUTER_TOKEN_GROUP = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +67,8 @@ class BlockPlan:
     def workspace_bytes(self) -> int:
         """What it keeps on each device from run to run, in bytes."""
         packed = self.shared if isinstance(self.shared, MoePlan) else None
-        barriers = self.routed.workspace_bytes + (packed.workspace_bytes if packed else 0)
-        if not self.router:
-            return _BARRIERS_BYTES if barriers else 0
-        counters = 4 * -(-self.routed.num_tokens // _ROUTER_TOKEN_GROUP)
-        return _BARRIERS_BYTES + -(-counters // _ALIGNMENT) * _ALIGNMENT
+        resident = self.routed.workspace_bytes or (packed and packed.workspace_bytes)
+        return _BARRIERS_BYTES if resident else 0
 
     def explain(self) -> str:
         """Returns what was chosen and why, as text for people."""
