@@ -86,7 +86,7 @@ def oracle(layer, x, params):
     outputs: rounding errors of sums in any order are relative to that.
     """
     exact = dataclasses.replace(layer, mesh=None, tensor_axis=None, expert_axis=None)
-    ids, weights = layer_routes.routes(exact, x, params, None)
+    ids, weights = layer_routes.routes(exact, x, params, None, decode=False)
     wide = x.astype(jnp.float32)
     act = {"recipe": layer.recipe, "activation": layer.activation}
     total = magnitude = jnp.zeros(x.shape, jnp.float32)
@@ -299,6 +299,21 @@ def test_a_device_may_hold_fewer_experts_than_a_token_has_routes(rng, ranks):
     assert_within_fp32(out, *oracle(layer, x, params), world_size=ranks)
 
 
+@pytest.mark.parametrize("split", [None, "experts 2"])
+def test_few_tokens_in_one_call_and_many_by_xlas_products_give_the_same(rng, split):
+    layer = make_layer() if split is None else split_layer(split)
+    params, x = make_params(rng, layer, bias=True), make_x(rng, 40)
+    assert layer.plan(8).block is not None
+    assert layer.plan(40).block is None
+    if split is None:
+        outs = [jax.jit(layer)(part, params) for part in (x, *jnp.split(x, 5))]
+    else:
+        outs = [run(layer, params, part) for part in (x, *jnp.split(x, 5))]
+    _, magnitude = oracle(layer, x, params)
+    few = np.concatenate(outs[1:])
+    assert_within_fp32(outs[0], few, magnitude, world_size=layer.world_size)
+
+
 def test_local_routes_keep_the_order_of_those_that_are_left():
     ids = jnp.array([[3, 6, 2, 7, 0], [-1, 9, 2, 3, 12]], jnp.int32)
     weights = jnp.arange(10, dtype=jnp.float32).reshape(2, 5)
@@ -407,13 +422,16 @@ def test_inside_pool_ordered_layers_share_one_channel(rng, isolation):
 def test_differentiating_the_layer_says_that_it_is_inference_only(rng):
     layer = make_layer()
     params, x = make_params(rng, layer), make_x(rng, 4)
-    with pytest.raises(NotImplementedError, match="fused_moe is inference-only"):
+    with pytest.raises(NotImplementedError, match="moe_block is inference-only"):
         jax.jit(jax.grad(lambda x: layer(x, params).sum()))(x)
+    many = jnp.tile(x, (20, 1))
+    with pytest.raises(NotImplementedError, match="fused_moe is inference-only"):
+        jax.jit(jax.grad(lambda x: layer(x, params).sum()))(many)
     split = split_layer("tensor 2")
     prepared = split.prepare(params)
     with (
         pool_of(split) as pool,
-        pytest.raises(NotImplementedError, match="fused_moe is inference-only"),
+        pytest.raises(NotImplementedError, match="moe_block is inference-only"),
     ):
         jax.jit(jax.grad(lambda x: split(x, prepared, pool=pool).sum()))(x)
 

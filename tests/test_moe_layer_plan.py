@@ -61,15 +61,19 @@ TABLE = [
     # Not measured: fused, and what fused decode tolerates.
     *[("nvfp4", n, "h200", None, None, "fused", "pre_resident") for n in (1, 4, 7)],
     *[("w4a16", n, "h200", None, None, "fused", "pre_resident") for n in (1, 4, 7)],
-    *[(r, n, "h200", None, None, "fused", "none") for r in ("nvfp4", "w4a16") for n in (8, 9, 64)],
+    *[
+        (r, n, "h200", None, None, "fused", "serial")
+        for r in ("nvfp4", "w4a16")
+        for n in (8, 9, 64)
+    ],
     # Measured, and split wins: 1 to 8 tokens of the recipe that quantizes activations.
     *[("nvfp4", n, "h200", 40.0, None, "split", "concurrent") for n in (1, 2, 7, 8)],
-    *[("nvfp4", n, "h200", 40.0, None, "fused", "none") for n in (9, 16, 64)],
+    *[("nvfp4", n, "h200", 40.0, None, "fused", "serial") for n in (9, 16, 64)],
     *[("w4a16", n, "h200", 40.0, None, "fused", "pre_resident") for n in (1, 7)],
-    *[("w4a16", n, "h200", 40.0, None, "fused", "none") for n in (8, 64)],
+    *[("w4a16", n, "h200", 40.0, None, "fused", "serial") for n in (8, 64)],
     # Measured, and split loses.
     *[("nvfp4", n, "h200", 60.0, None, "fused", "pre_resident") for n in (1, 7)],
-    ("nvfp4", 8, "h200", 60.0, None, "fused", "none"),
+    ("nvfp4", 8, "h200", 60.0, None, "fused", "serial"),
     # Measured, but on another device.
     ("nvfp4", 1, "cpu", 40.0, None, "fused", "pre_resident"),
     # No resident grid: split, whatever was measured.
@@ -82,7 +86,7 @@ TABLE = [
     ],
     # Many tokens.
     *[
-        (recipe, MANY, device, us, environment, "dynamic", "none")
+        (recipe, MANY, device, us, environment, "dynamic", "serial")
         for recipe in ("nvfp4", "w4a16")
         for device in DEVICES
         for us in (None, 40.0)
@@ -90,14 +94,14 @@ TABLE = [
     ],
     # The environment overrides what was measured, for the recipe that it is for.
     *[("nvfp4", n, "h200", 40.0, "0", "fused", "pre_resident") for n in (1, 7)],
-    ("nvfp4", 8, "h200", 40.0, "0", "fused", "none"),
+    ("nvfp4", 8, "h200", 40.0, "0", "fused", "serial"),
     *[
         ("nvfp4", n, "h200", us, "1", "split", "concurrent")
         for n in (1, 8, 64)
         for us in (None, 60)
     ],
     *[("w4a16", n, "h200", None, "1", "fused", "pre_resident") for n in (1, 7)],
-    ("w4a16", 8, "h200", None, "1", "fused", "none"),
+    ("w4a16", 8, "h200", None, "1", "fused", "serial"),
     ("nvfp4", 1, "cpu", None, "1", "split", "concurrent"),
     ("nvfp4", 1, "no cooperative launch", None, "1", "split", "concurrent"),
 ]
@@ -114,7 +118,7 @@ def test_capability_table(
     layer = make_layer(recipe=recipe)
     measured = None if split_us is None else measured_for(layer, split=split_us, tokens=range(999))
     made = decide(layer, tokens, DEVICES[device], measured=measured)
-    assert (made.routed.implementation, made.shared) == (launch, submitted)
+    assert (made.routed.implementation, made.order) == (launch, submitted)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "w4a16"])
@@ -122,9 +126,9 @@ def test_capability_table(
 def test_without_a_shared_expert_decode_is_fused(recipe, tokens):
     layer = make_layer(recipe=recipe, shared_intermediate=0)
     made = decide(layer, tokens)
-    assert (made.routed.implementation, made.shared) == ("fused", None)
+    assert (made.routed.implementation, made.order) == ("fused", "serial")
     made = decide(layer, tokens, NO_COOPERATIVE)
-    assert (made.routed.implementation, made.shared) == ("split", None)
+    assert (made.routed.implementation, made.order) == ("split", "serial")
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "w4a16"])
@@ -133,7 +137,7 @@ def test_without_a_shared_expert_decode_is_fused(recipe, tokens):
 def test_overlap_off_runs_everything_in_a_row_and_prefers_fused(recipe, tokens, device):
     layer = make_layer(recipe=recipe, overlap="off")
     made = decide(layer, tokens, DEVICES[device], measured=measured_for(layer, split=1.0))
-    assert made.shared == "none"
+    assert made.order == "serial"
     plain = decide(make_layer(recipe=recipe), tokens, DEVICES[device])
     assert made.routed == plain.routed
 
@@ -143,6 +147,31 @@ def test_overlap_off_runs_everything_in_a_row_and_prefers_fused(recipe, tokens, 
 def test_the_hybrid_of_nvfp4_and_nf3_has_its_row_and_tolerates_nothing(implementation, tokens):
     assert planner.overlap("nvfp4_nf3", implementation, tokens) == "none"
     assert "nvfp4_nf3" not in layer_plan.SPLIT_RECIPES
+
+
+def custom(logits, token_mask):
+    raise AssertionError("planning routes nothing")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": custom},
+        {"num_experts": 64, "top_k": 32},
+        {"mesh": Mesh(np.array(jax.devices()[:2]), ("ep",)), "expert_axis": "ep"},
+    ],
+    ids=["custom router", "more routes than the router kernel takes", "experts split"],
+)
+def test_where_routes_are_made_outside_a_resident_grid_has_nothing_to_overlap(monkeypatch, changes):
+    layer = make_layer(**changes)
+    fused = layer.plan(4, device=CPU)
+    assert (fused.routed.implementation, fused.order, fused.block.router) == (
+        *("fused", "serial"),
+        False,
+    )
+    monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", "1")
+    split = layer.plan(4, device=CPU)
+    assert (split.order, split.block.router) == ("concurrent", False)
 
 
 def test_the_table_is_asked_for_one_devices_part():
@@ -192,23 +221,27 @@ def test_fused_and_split_give_the_same_bits(monkeypatch, num_tokens):
 
 
 def test_explain_prints_the_choice_and_the_reason():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("ep", "tp"))
-    layer = make_layer(mesh=mesh, tensor_axis="tp", expert_axis="ep", shared_format="nvfp4")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+    layer = make_layer(mesh=mesh, tensor_axis="tp", shared_format="nvfp4")
     text = layer.explain(4, device=H200)
     assert text.startswith(
         """\
 MoE layer of 128 experts of 4096 x 1408, softmax top-8
-  split           experts over 'ep' (2), columns over 'tp' (2)
-  a device has    64 experts of 4096 x 704, shared 352
+  split           columns over 'tp' (2)
+  a device has    128 experts of 4096 x 704, shared 704
   routed experts  fused, overlap pre_resident
-  shared expert   nvfp4, intermediate 1408; pre_resident
-  reduction       one, of 4 ranks, 32,768 bytes each
+  shared expert   nvfp4
+  order           pre_resident
+  reduction       one, of 2 ranks, 32,768 bytes each
   because
     - split decode beside the shared expert was not measured for this: not preferred
-    - the shared expert is submitted before the router and joined before the routed launch, \
-whose grid must be resident as a whole
-nvfp4 MoE, 4 tokens of bfloat16[4096], top-8 of 64 experts, intermediate 704"""
+MoE block, 4 tokens
+  router          in the block
+  shared expert   nvfp4 split, intermediate 704
+  order           pre_resident
+"""
     )
+    assert "nvfp4 MoE, 4 tokens of bfloat16[4096], top-8 of 128 experts, intermediate 704" in text
 
 
 def test_explain_says_why_split_decode_was_chosen_or_not(monkeypatch):
@@ -225,6 +258,9 @@ def test_explain_says_why_split_decode_was_chosen_or_not(monkeypatch):
     assert "  reduction       none" in alone
     off = make_layer(overlap="off").explain(1, device=H200)
     assert "overlap is off" in off
-    assert "shared expert   dense, intermediate 1408; in a row with the routed ones" in off
+    assert "  order           serial" in off
+    many = layer.explain(MANY, device=H200)
+    assert "many tokens: router and dense expert are XLA's matrix products, in a row" in many
+    assert "dynamic" in many
     monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", "1")
     assert "forced to be split (B12X_NVFP4_SPLIT_DECODE" in layer.explain(1, device=H200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,9 +23,11 @@ from jax_b12x.moe import (
     layer_shared,
     sharding,
 )
+from jax_b12x.moe.block import moe_block
+from jax_b12x.moe.block_plan import OverlapChoice
 from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.layer_params import LayerParams
-from jax_b12x.moe.layer_plan import LayerPlan, LocalShapes, OverlapMode, SharedFormat
+from jax_b12x.moe.layer_plan import LayerPlan, LocalShapes, SharedFormat
 from jax_b12x.moe.op import fused_moe
 from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.recipe import SILU, Activation, RecipeName, WeightFormat
@@ -49,11 +52,11 @@ class MoELayer:
         with comm.ChannelPool(mesh, "tp") as pool:
             y = jax.jit(lambda x, p: layer(x, p, pool=pool))(x, params)
 
-    On each device: ``out = (routed experts + shared expert)``, summed in fp32 and rounded once to
-    ``x.dtype``; then one reduction over the devices. Outside ``shard_map`` the layer maps itself
-    over its mesh; inside one over that mesh it computes its device's part, with ``params`` split as
-    :meth:`param_specs` says. Without a mesh it runs on one device and reduces nothing. It is
-    inference-only.
+    On each device: ``out = routed experts + shared expert``, in one call for decode
+    (:func:`~jax_b12x.moe.moe_block`); then one reduction over the devices. Outside ``shard_map``
+    the layer maps itself over its mesh; inside one over that mesh it computes its device's part,
+    with ``params`` split as :meth:`param_specs` says. Without a mesh it runs on one device and
+    reduces nothing. It is inference-only.
 
     Attributes:
       hidden: columns of ``x``.
@@ -66,12 +69,13 @@ class MoELayer:
       recipe: the numeric contract of packed experts.
       weight_format: of the routed experts; the recipe's first one if ``None``.
       activation: between the two products, of routed and shared experts.
-      router: ``"softmax"`` (:func:`~jax_b12x.moe.routing.softmax_topk`), ``"sigmoid"``
-        (:func:`~jax_b12x.moe.routing.sigmoid_topk`), or a function of logits and token mask.
-      renormalize: of both routers.
-      num_groups: of the sigmoid router.
-      topk_groups: of the sigmoid router.
-      routed_scaling_factor: of the sigmoid router.
+      router: ``"softmax"`` or ``"sigmoid"``, as in :func:`~jax_b12x.moe.routing.route`; or a
+        function of ``logits: f32[num_tokens, num_experts]`` and the token mask or ``None``, which
+        returns ``topk_ids``, different ones in a row, and ``topk_weights``.
+      renormalize: whether a token's weights are divided by their sum.
+      num_groups: groups of experts; of the sigmoid router.
+      topk_groups: groups that a token may use; of the sigmoid router.
+      routed_scaling_factor: what a token's weights are multiplied with in the end.
       mesh: the devices that the layer is split over.
       tensor_axis: the mesh axis that ``intermediate`` is split over.
       expert_axis: the mesh axis that experts are split over. The shared expert's intermediate is
@@ -100,7 +104,7 @@ class MoELayer:
     mesh: Mesh | None = None
     tensor_axis: str | None = None
     expert_axis: str | None = None
-    overlap: OverlapMode = "auto"
+    overlap: OverlapChoice = "auto"
 
     def __post_init__(self) -> None:
         layer_checks.check_fields(self)
@@ -170,6 +174,7 @@ class MoELayer:
             dtype=dtype,
             device=device or self._device(),
             overlap=self.overlap,
+            router_in_block=self.expert_axis is None and layer_routes.fits_kernel(self),
         )
 
     def explain(
@@ -229,8 +234,9 @@ class MoELayer:
 
     def _prepared(self, params: LayerParams, plan: MoePlan) -> LayerParams:
         shared = params.shared
-        if isinstance(shared, ExpertWeights):
-            shared = shared.prepare(self._shared_plan(plan))
+        shared_plan = layer_plan.shared_plan(self.local, plan)
+        if isinstance(shared, ExpertWeights) and isinstance(shared_plan, MoePlan):
+            shared = shared.prepare(shared_plan)
         return dataclasses.replace(params, experts=params.experts.prepare(plan), shared=shared)
 
     def param_specs(self, params: LayerParams) -> LayerParams:
@@ -357,26 +363,32 @@ class MoELayer:
     ) -> jax.Array:
         """Returns this device's part of the sum, rounded once to ``x.dtype``."""
         made = self.plan(x.shape[0], dtype=x.dtype)
-        ids, weights = layer_routes.routes(self, x, params, token_mask)
-        routed = fused_moe(x, params.experts, ids, weights, plan=made.routed)
-        if params.shared is None:
-            return routed
-        shared = self._shared(x, params.shared, made.routed)
-        return (routed.astype(jnp.float32) + shared).astype(x.dtype)
+        if made.block is None:
+            ids, weights = layer_routes.routes(self, x, params, token_mask, decode=False)
+            routed = fused_moe(x, params.experts, ids, weights, plan=made.routed)
+            if params.shared is None:
+                return routed
+            shared = self._shared_of_many(x, params.shared, made.routed)
+            return (routed.astype(jnp.float32) + shared).astype(x.dtype)
+        block = functools.partial(
+            moe_block, x, params.experts, shared=params.shared, plan=made.block
+        )
+        if made.block.router:
+            router = layer_routes.in_block(self, params)
+            return block(router=router, token_mask=token_mask).out
+        return block(topk=layer_routes.routes(self, x, params, token_mask, decode=True)).out
 
-    def _shared(
-        self, x: jax.Array, shared: DenseExpert | ExpertWeights, plan: MoePlan
+    def _shared_of_many(
+        self, x: jax.Array, shared: DenseExpert | ExpertWeights, routed: MoePlan
     ) -> jax.Array:
+        """Returns the shared expert's output in fp32, by XLA's products where it is dense."""
         if isinstance(shared, DenseExpert):
             return layer_shared.dense(x, shared, self.activation)
         ids = jnp.zeros_like(x[:, :1], jnp.int32)
         weights = jnp.ones_like(x[:, :1], jnp.float32)
-        out = fused_moe(x, shared, ids, weights, plan=self._shared_plan(plan))
-        return out.astype(jnp.float32)
-
-    def _shared_plan(self, routed: MoePlan) -> MoePlan:
-        """Returns the plan of a packed shared expert: one expert that every token goes to."""
-        return layer_plan.shared_plan(self.local, routed)
+        plan = layer_plan.shared_plan(self.local, routed)
+        assert isinstance(plan, MoePlan)
+        return fused_moe(x, shared, ids, weights, plan=plan).astype(jnp.float32)
 
     def _device(self) -> DeviceCapability:
         if self.mesh is None:

@@ -16,10 +16,6 @@ def explain(layer: MoELayer, made: LayerPlan) -> str:
     """Returns the text of a layer and its plan."""
     local = layer.local
     router = layer.router if isinstance(layer.router, str) else "custom"
-    shared = "none"
-    if made.shared is not None:
-        submitted = {"none": "in a row with the routed ones"}.get(made.shared, made.shared)
-        shared = f"{layer.shared_format}, intermediate {layer.shared_intermediate}; {submitted}"
     axes = ", ".join(
         f"{what} over {axis!r} ({layer.parts(axis)})"
         for what, axis in (("experts", layer.expert_axis), ("columns", layer.tensor_axis))
@@ -35,10 +31,11 @@ def explain(layer: MoELayer, made: LayerPlan) -> str:
         f"{local.intermediate}"
         + (f", shared {local.shared_intermediate}" if layer.shared_intermediate else ""),
         f"  routed experts  {made.routed.implementation}, overlap {made.routed.overlap}",
-        f"  shared expert   {shared}",
+        f"  shared expert   {layer.shared_format if layer.shared_intermediate else 'none'}",
+        f"  order           {made.order}",
         f"  reduction       {reduction}",
         *(["  because"] if made.reasons else []),
         *(f"    - {reason}" for reason in made.reasons),
-        made.routed.explain(),
+        (made.block or made.routed).explain(),
     ]
     return "\n".join(lines)

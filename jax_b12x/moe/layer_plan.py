@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 from jax_b12x import config
 from jax_b12x.capability import DeviceCapability
 from jax_b12x.moe import overlap_measured
+from jax_b12x.moe.block_plan import BlockOrder, BlockPlan, DensePlan, OverlapChoice, plan_block
 from jax_b12x.moe.overlap_measured import OverlapCase, OverlapTimes
-from jax_b12x.moe.plan import MoePlan, Overlap
+from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.plan import plan as make_plan
 from jax_b12x.moe.recipe import Activation, RecipeName, WeightFormat
 
 SharedFormat = Literal["dense", "nvfp4"]
-OverlapMode = Literal["auto", "off"]
 
 # Recipes whose decode may be split so that the shared expert runs beside it, and up to how many
 # tokens that is looked into: above, routed experts fill the device for so long that the shared one
@@ -77,15 +77,19 @@ class LayerPlan:
 
     Attributes:
       routed: the plan of the routed experts.
-      shared: how the shared expert's work is submitted: ``"concurrent"`` (before the routed launch,
-        joined after it), ``"pre_resident"`` (before the router, joined before the routed launch) or
-        ``"none"`` (in a row). ``None`` where there is no shared expert.
+      block: the plan of the one call that does everything, and the order in it; ``None`` for many
+        tokens, where router and dense shared expert are matrix products of XLA.
       reasons: why, a sentence each.
     """
 
     routed: MoePlan
-    shared: Overlap | None
+    block: BlockPlan | None
     reasons: tuple[str, ...]
+
+    @property
+    def order(self) -> BlockOrder:
+        """How router, routed and shared experts are submitted."""
+        return "serial" if self.block is None else self.block.order
 
 
 def decide(
@@ -94,7 +98,8 @@ def decide(
     num_tokens: int,
     dtype: DTypeLike,
     device: DeviceCapability,
-    overlap: OverlapMode = "auto",
+    overlap: OverlapChoice = "auto",
+    router_in_block: bool = True,
     split_decode: bool | None = None,
     measured: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = overlap_measured.MEASURED,
 ) -> LayerPlan:
@@ -106,6 +111,7 @@ def decide(
       dtype: of ``x``.
       device: what it runs on.
       overlap: ``"off"`` runs the shared expert in a row with the routed ones.
+      router_in_block: whether the block may route; otherwise it is given routes.
       split_decode: forces split (true) or fused (false) decode of the recipes that
         ``B12X_NVFP4_SPLIT_DECODE`` forces; that is read where this is not given.
       measured: where overlap was measured to win.
@@ -156,32 +162,26 @@ def decide(
         device=device,
         split_decode=choice,
     )
-    if case is None:
+    if routed.implementation in ("dynamic", "reference"):
+        reasons.append("many tokens: router and dense expert are XLA's matrix products, in a row")
         return LayerPlan(routed, None, tuple(reasons))
-    shared: Overlap = "none" if overlap == "off" else routed.overlap
-    return LayerPlan(routed, shared, (*reasons, _SUBMITTED[shared]))
+    block = plan_block(
+        routed, router=router_in_block, shared=shared_plan(shapes, routed), overlap=overlap
+    )
+    return LayerPlan(routed, block, tuple(reasons))
 
 
-_SUBMITTED: dict[Overlap, str] = {
-    "concurrent": (
-        "the shared expert is submitted before the routed launches and joined after them: they do "
-        "not wait for a whole grid to be resident"
-    ),
-    "pre_resident": (
-        "the shared expert is submitted before the router and joined before the routed launch, "
-        "whose grid must be resident as a whole"
-    ),
-    "none": "the shared expert runs in a row with the routed ones",
-}
-
-
-def shared_plan(shapes: LocalShapes, routed: MoePlan) -> MoePlan:
-    """Returns the plan of a packed shared expert: one expert that every token goes to.
+def shared_plan(shapes: LocalShapes, routed: MoePlan) -> MoePlan | DensePlan | None:
+    """Returns the plan of the shared expert, one expert that every token goes to.
 
     Args:
       shapes: one device's part of the layer.
       routed: the plan of its routed experts, for the same tokens.
     """
+    if shapes.shared_format is None:
+        return None
+    if shapes.shared_format == "dense":
+        return DensePlan(shapes.shared_intermediate, shapes.activation)
     return make_plan(
         shapes.recipe,
         num_tokens=routed.num_tokens,

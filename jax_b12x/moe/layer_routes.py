@@ -9,14 +9,43 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_b12x.moe import routing
+from jax_b12x.moe.block import RouterParams
 from jax_b12x.moe.layer_params import LayerParams
 
 if TYPE_CHECKING:
     from jax_b12x.moe.layer import MoELayer
 
 
+def fits_kernel(layer: MoELayer) -> bool:
+    """Returns whether the router op can route for a layer: few tokens aside."""
+    return (
+        isinstance(layer.router, str)
+        and layer.top_k <= routing.MAX_TOP_K
+        and layer.num_experts <= routing.MAX_EXPERTS
+    )
+
+
+def in_block(layer: MoELayer, params: LayerParams) -> RouterParams:
+    """Returns the layer's router as a block takes it."""
+    assert layer.router == "softmax" or layer.router == "sigmoid"
+    return RouterParams(
+        weight=params.router,
+        bias=params.router_bias,
+        scoring=layer.router,
+        renormalize=layer.renormalize,
+        scale=layer.routed_scaling_factor,
+        num_groups=layer.num_groups,
+        topk_groups=layer.topk_groups,
+    )
+
+
 def routes(
-    layer: MoELayer, x: jax.Array, params: LayerParams, token_mask: jax.Array | None
+    layer: MoELayer,
+    x: jax.Array,
+    params: LayerParams,
+    token_mask: jax.Array | None,
+    *,
+    decode: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the routes to this device's experts.
 
@@ -25,34 +54,28 @@ def routes(
       x: ``[num_tokens, hidden]``.
       params: this device's part.
       token_mask: ``bool[num_tokens]``, or ``None``.
+      decode: whether the tokens are few, so that one launch beats XLA's products.
 
     Returns:
       ``topk_ids`` and ``topk_weights``, of ``layer.local.top_k`` columns.
     """
-    logits = lax.dot_general(
-        x.astype(jnp.float32),
-        params.router.astype(jnp.float32),
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-    )
-    if layer.router == "softmax":
-        if params.router_bias is not None:
-            logits = logits + params.router_bias
-        ids, weights = routing.softmax_topk(
-            logits, layer.top_k, renormalize=layer.renormalize, token_mask=token_mask
-        )
-    elif layer.router == "sigmoid":
-        ids, weights = routing.sigmoid_topk(
-            logits,
-            layer.top_k,
-            correction_bias=params.router_bias,
+    if layer.router == "softmax" or layer.router == "sigmoid":
+        route = routing.route if decode and fits_kernel(layer) else routing.route_reference
+        ids, weights, _ = route(
+            x,
+            params.router,
+            params.router_bias,
+            top_k=layer.top_k,
+            scoring=layer.router,
+            renormalize=layer.renormalize,
+            scale=layer.routed_scaling_factor,
             num_groups=layer.num_groups,
             topk_groups=layer.topk_groups,
-            renormalize=layer.renormalize,
-            routed_scaling_factor=layer.routed_scaling_factor,
             token_mask=token_mask,
         )
     else:
+        wide, weight = x.astype(jnp.float32), params.router.astype(jnp.float32)
+        logits = jnp.matmul(wide, weight.T, precision=lax.Precision.HIGHEST)
         ids, weights = layer.router(logits, token_mask)
     if layer.expert_axis is None:
         return ids, weights
