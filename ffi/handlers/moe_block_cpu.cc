@@ -110,7 +110,7 @@ class HostSink : public LaunchSink {
 
 Error MoeBlockCpu(WorkspaceCall* workspace, int32_t device, xffi::ThreadPool pool,
                   xffi::RemainingArgs args, xffi::RemainingRets rets, xffi::Dictionary attributes) {
-  if (Error error = PrepareWorkspace(workspace, device); error.failure()) return error;
+  if (Error error = PrepareWorkspace(workspace, device, nullptr); error.failure()) return error;
   BlockCall call;
   if (Error error = ReadBlockCall(args, rets, attributes, &call); error.failure()) return error;
   BlockProblem problem;

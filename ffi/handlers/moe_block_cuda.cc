@@ -61,7 +61,7 @@ Error ReadLaunch(BlockCall& call, const runtime::CudaWorkspace* workspace, Block
   UseBarrier(workspace, kRoutedBarrierOffset, &launch->routed);
   UseBarrier(workspace, kSharedBarrierOffset, &launch->shared);
   const bool forks = call.program.shared && call.program.order != BlockOrder::kSerial;
-  if (forks && (workspace == nullptr || workspace->aux_stream() == nullptr)) {
+  if (forks && (workspace == nullptr || workspace->aux_stream(false) == nullptr)) {
     return Refuse("it forks, and its workspace has no stream");
   }
   const auto& params = launch->routed.params;
@@ -78,17 +78,19 @@ class CudaSink : public LaunchSink {
       : call_(call), launch_(launch), workspace_(workspace), main_(main) {}
 
   Error Fork() override {
-    return Wait(main_, workspace_->fork_event(), workspace_->aux_stream(), "fork");
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t error = cudaStreamIsCapturing(main_, &status);
+    if (error != cudaSuccess) return Launched({error, nullptr}, "b12x_moe_block on CUDA, fork");
+    aux_ = workspace_->aux_stream(status == cudaStreamCaptureStatusActive);
+    return Wait(main_, workspace_->fork_event(), aux_, "fork");
   }
-  Error Join() override {
-    return Wait(workspace_->aux_stream(), workspace_->join_event(), main_, "join");
-  }
+  Error Join() override { return Wait(aux_, workspace_->join_event(), main_, "join"); }
   Error Router() override {
     return Launched(launch_router(launch_.router, main_), "b12x_moe_block on CUDA, router");
   }
   Error Routed() override { return LaunchMoe(launch_.routed, main_); }
   Error Shared(BlockStream stream) override {
-    const cudaStream_t on = stream == BlockStream::kAux ? workspace_->aux_stream() : main_;
+    const cudaStream_t on = stream == BlockStream::kAux ? aux_ : main_;
     if (!call_.dense.has_value()) return LaunchMoe(launch_.shared, on);
     const xffi::AnyBuffer& scratch = *call_.dense_scratch;
     return Launched(launch_dense_mlp(launch_.dense, scratch.untyped_data(),
@@ -116,6 +118,7 @@ class CudaSink : public LaunchSink {
   const BlockLaunch& launch_;
   const runtime::CudaWorkspace* const workspace_;
   const cudaStream_t main_;
+  cudaStream_t aux_ = nullptr;  // from the fork on
 };
 
 Error MoeBlockCuda(WorkspaceCall* state, int32_t device, cudaStream_t stream,
@@ -150,6 +153,7 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, InitializeWorkspaceCall,
                        xffi::Ffi::BindInitialize()
                            .Ctx<xffi::State<WorkspaceCall>>()
                            .Ctx<xffi::DeviceOrdinal>()
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kMoeBlockCuda, MoeBlockCuda,

@@ -178,8 +178,9 @@ runtime::CudaWorkspace* WorkspaceOn(const WorkspaceCall& state, int32_t device) 
   return &static_cast<runtime::CudaWorkspace&>(state.lease->On(device));
 }
 
-xffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, xffi::Dictionary) {
-  return PrepareWorkspace(state, device);
+xffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, cudaStream_t stream,
+                                    xffi::Dictionary) {
+  return PrepareWorkspace(state, device, stream);
 }
 
 void UseBarrier(const runtime::CudaWorkspace* workspace, int64_t offset, MoeCall* call) {

@@ -34,7 +34,7 @@ xla::ffi::Error ReadMoeCall(const xla::ffi::Dictionary& attributes, const MoeBuf
 runtime::CudaWorkspace* WorkspaceOn(const WorkspaceCall& state, int32_t device);
 
 // The *initialize* stage: it runs before every execution, of captured programs as well.
-xla::ffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device,
+xla::ffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, cudaStream_t stream,
                                         xla::ffi::Dictionary attributes);
 
 // Gives a fused launch the word of its grid barrier, at an offset of the workspace.

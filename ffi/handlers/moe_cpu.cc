@@ -14,7 +14,8 @@ namespace xffi = xla::ffi;
 xffi::Error MoeCpu(WorkspaceCall* workspace, int32_t device, xffi::ThreadPool pool,
                    xffi::RemainingArgs args, xffi::RemainingRets rets,
                    xffi::Dictionary dictionary) {
-  if (xffi::Error error = PrepareWorkspace(workspace, device); error.failure()) return error;
+  if (xffi::Error error = PrepareWorkspace(workspace, device, nullptr); error.failure())
+    return error;
   MoeBuffers buffers;
   if (xffi::Error error = ReadMoeBuffers(args, rets, &buffers); error.failure()) return error;
   host::MoeProblem problem;

@@ -36,6 +36,7 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, InitializeWorkspaceCall,
                        xffi::Ffi::BindInitialize()
                            .Ctx<xffi::State<WorkspaceCall>>()
                            .Ctx<xffi::DeviceOrdinal>()
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
                            .Attrs());
 
 XLA_FFI_DEFINE_HANDLER(kMoeCuda, MoeCuda,

@@ -42,10 +42,10 @@ xffi::ErrorOr<std::unique_ptr<WorkspaceCall>> InstantiateWorkspaceCall(xffi::Dic
   }
 }
 
-xffi::Error PrepareWorkspace(WorkspaceCall* call, int32_t device) {
+xffi::Error PrepareWorkspace(WorkspaceCall* call, int32_t device, void* stream) {
   if (!call->lease.has_value()) return xffi::Error::Success();
   try {
-    call->lease->Prepare(device);
+    call->lease->Prepare(device, stream);
     return xffi::Error::Success();
   } catch (const std::exception& error) {
     return xffi::Error(xffi::ErrorCode::kFailedPrecondition, error.what());

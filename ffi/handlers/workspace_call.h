@@ -25,8 +25,8 @@ xla::ffi::ErrorOr<std::unique_ptr<WorkspaceCall>> InstantiateWorkspaceCall(
     xla::ffi::Dictionary attrs);
 
 // Makes the device's part the first time and looks for a fault: the *initialize* stage where the
-// platform has it.
-xla::ffi::Error PrepareWorkspace(WorkspaceCall* call, int32_t device);
+// platform has it. `stream` is what executions run on, null where there is no such thing.
+xla::ffi::Error PrepareWorkspace(WorkspaceCall* call, int32_t device, void* stream);
 
 }  // namespace b12x::ffi
 

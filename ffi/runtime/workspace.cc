@@ -32,9 +32,9 @@ WorkspaceLease::~WorkspaceLease() {
   if (workspace_ != nullptr) pool_->Release(*workspace_, spec_);
 }
 
-void WorkspaceLease::Prepare(int ordinal) {
+void WorkspaceLease::Prepare(int ordinal, void* stream) {
   const DeviceWorkspace* part = workspace_->On(ordinal);
-  if (part == nullptr || !part->Fault().empty()) pool_->Prepare(*workspace_, spec_, ordinal);
+  if (part == nullptr || part->faulty()) pool_->Prepare(*workspace_, spec_, ordinal, stream);
 }
 
 DeviceWorkspace& WorkspaceLease::On(int ordinal) const {
@@ -107,7 +107,7 @@ WorkspaceLease WorkspacePool::Take(const WorkspaceSpec& spec) {
       it->second.holders.insert(spec.program);
       return WorkspaceLease(shared_from_this(), it->second.workspace, spec);
     }
-    // Nobody's: it goes on under a new number, and each part is reset before it is used.
+    // Nobody's: it goes on under a new number, with its words as they are: they count for ever.
     auto workspace = std::make_shared<Workspace>(next_id_, spec, executable);
     {
       std::lock_guard<std::mutex> old(it->second.workspace->mutex_);
@@ -145,11 +145,11 @@ std::string WorkspacePool::FaultText(Workspace& workspace, const WorkspaceSpec& 
   return "workspace pool '" + options_.name + "', workspace " + std::to_string(workspace.id()) +
          ", " + spec.Name() + ", device " + std::to_string(ordinal) + ": " + fault +
          " within the timeout of " + std::to_string(options_.timeout_ms) +
-         " ms; the results of that run are NaN. The workspace was reset: the program can be run "
-         "again";
+         " ms; the results of that run are NaN. The program can be run again";
 }
 
-void WorkspacePool::Prepare(Workspace& workspace, const WorkspaceSpec& spec, int ordinal) {
+void WorkspacePool::Prepare(Workspace& workspace, const WorkspaceSpec& spec, int ordinal,
+                            void* stream) {
   std::lock_guard<std::mutex> lock(workspace.mutex_);
   if (!workspace.refusal_.empty()) throw WorkspaceError(workspace.refusal_);
   if (ordinal < 0 || ordinal >= Workspace::kMaxDevices) {
@@ -157,19 +157,22 @@ void WorkspacePool::Prepare(Workspace& workspace, const WorkspaceSpec& spec, int
                          " is outside the 64 that a process may use");
   }
   const auto found = workspace.parts_.find(ordinal);
-  if (workspace.On(ordinal) != nullptr) {
+  const bool here = found != workspace.parts_.end();
+  const bool ours = workspace.On(ordinal) != nullptr;
+  if (here && found->second->faulty()) {
     const std::string fault = found->second->Fault();
-    if (fault.empty()) return;  // another thread was here first
-    found->second->Reset();
-    throw WorkspaceError(FaultText(workspace, spec, ordinal, fault));
+    found->second->Reset(stream);
+    // What an executable that is gone did is nobody's any more.
+    const bool told = workspace.told_.erase(ordinal) > 0 || !ours;
+    if (!told) throw WorkspaceError(FaultText(workspace, spec, ordinal, fault));
   }
+  if (ours) return;
   DeviceWorkspace* part = nullptr;
-  if (found != workspace.parts_.end()) {
-    found->second->Reset();
+  if (here) {
     part = found->second.get();
   } else {
     if (locked_) RefuseGrowth(spec, " on device " + std::to_string(ordinal));
-    part = (workspace.parts_[ordinal] = make_(options_, workspace.spec_, ordinal)).get();
+    part = (workspace.parts_[ordinal] = make_(options_, workspace.spec_, ordinal, stream)).get();
   }
   workspace.devices_[ordinal].store(part, std::memory_order_release);
 }
@@ -208,10 +211,8 @@ std::vector<std::string> WorkspacePool::TakeFaults() {
   for (const std::shared_ptr<Workspace>& workspace : All()) {
     std::lock_guard<std::mutex> lock(workspace->mutex_);
     for (const auto& [ordinal, part] : workspace->parts_) {
-      const std::string fault = part->Fault();
-      if (fault.empty()) continue;
-      part->Reset();
-      faults.push_back(FaultText(*workspace, workspace->spec(), ordinal, fault));
+      if (!part->faulty() || !workspace->told_.insert(ordinal).second) continue;
+      faults.push_back(FaultText(*workspace, workspace->spec(), ordinal, part->Fault()));
     }
   }
   return faults;

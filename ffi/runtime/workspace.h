@@ -42,15 +42,17 @@ class DeviceWorkspace {
   virtual ~DeviceWorkspace() = default;
   // Returns when no execution in flight uses it.
   virtual void Quiesce() = 0;
-  // What the device has reported, for a person: empty while all is well. Cheap, and without a wait.
+  // Whether the device has reported a fault since the last reset. Cheap, and without a wait.
+  virtual bool faulty() const { return false; }
+  // What it reported, for a person.
   virtual std::string Fault() const { return ""; }
-  // Makes it as it was at first: for another executable, or after a fault.
-  virtual void Reset() = 0;
+  // Makes it as it was at first, for the executions that follow on the device's stream. No wait.
+  virtual void Reset(void* stream) = 0;
 };
 
 struct WorkspacePoolOptions;
 using MakeDeviceWorkspace = std::function<std::unique_ptr<DeviceWorkspace>(
-    const WorkspacePoolOptions& pool, const WorkspaceSpec& spec, int ordinal)>;
+    const WorkspacePoolOptions& pool, const WorkspaceSpec& spec, int ordinal, void* stream)>;
 
 // Who shares a workspace.
 enum class WorkspaceIsolation {
@@ -99,6 +101,8 @@ class Workspace {
   Parts parts_;
   std::string refusal_;  // why it may not be used any more
   int64_t faults_ = 0;
+  std::set<int>
+      told_;  // devices whose fault somebody has been told of, and which are not reset yet
   // What executions look at.
   std::array<std::atomic<DeviceWorkspace*>, kMaxDevices> devices_{};
 };
@@ -115,9 +119,10 @@ class WorkspaceLease {
   WorkspaceLease& operator=(WorkspaceLease&&) = delete;
   ~WorkspaceLease();
 
-  // Makes the device's part the first time; afterwards a check that takes constant time. Throws
-  // when an execution on the device has reported a fault since, once for each, and resets the part.
-  void Prepare(int ordinal);
+  // Makes the device's part the first time; afterwards a check that takes constant time. When an
+  // execution on the device has reported a fault it resets the part, and throws unless somebody has
+  // been told of it. `stream` is what executions run on, null where there is no such thing.
+  void Prepare(int ordinal, void* stream);
   // The device's part; throws when `Prepare` has not made it.
   DeviceWorkspace& On(int ordinal) const;
 
@@ -153,7 +158,7 @@ class WorkspacePool : public std::enable_shared_from_this<WorkspacePool> {
   int64_t next_id() const;
   int64_t bytes() const;
   std::vector<WorkspaceRecord> Records() const;
-  // Each fault that a device has reported and nobody has heard of, with the part reset.
+  // Each fault that a device has reported and nobody has been told of.
   std::vector<std::string> TakeFaults();
 
   // From now on the workspaces numbered `first` and higher are refused with `reason`, and, where
@@ -171,7 +176,7 @@ class WorkspacePool : public std::enable_shared_from_this<WorkspacePool> {
     std::multiset<std::string> holders;  // the names of their programs
   };
 
-  void Prepare(Workspace& workspace, const WorkspaceSpec& spec, int ordinal);
+  void Prepare(Workspace& workspace, const WorkspaceSpec& spec, int ordinal, void* stream);
   void Release(const Workspace& workspace, const WorkspaceSpec& spec);
   bool Shareable(const Entry& entry, const WorkspaceSpec& spec) const;
   int64_t ExecutableOf(const WorkspaceSpec& spec);

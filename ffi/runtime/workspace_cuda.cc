@@ -49,7 +49,7 @@ class FaultWords {
 }  // namespace
 
 CudaWorkspace::CudaWorkspace(const WorkspacePoolOptions& pool, const WorkspaceSpec& spec,
-                             int ordinal)
+                             int ordinal, cudaStream_t stream)
     : ordinal_(ordinal),
       bytes_(spec.bytes),
       timeout_ns_(static_cast<uint64_t>(pool.timeout_ms) * 1'000'000) {
@@ -60,13 +60,14 @@ CudaWorkspace::CudaWorkspace(const WorkspacePoolOptions& pool, const WorkspaceSp
     fault_word_ = FaultWords::Get().Take();
     if (bytes_ > 0) {
       CudaCheck(cudaMalloc(&data_, bytes_), "cudaMalloc of a workspace");
-      CudaCheck(cudaMemset(data_, 0, bytes_), "cudaMemset of a workspace");
-      CudaCheck(cudaStreamSynchronize(cudaStreamLegacy), "cudaStreamSynchronize");
+      CudaCheck(cudaMemsetAsync(data_, 0, bytes_, stream), "cudaMemsetAsync of a workspace");
     }
     if (spec.aux_stream) {
       // Non-blocking: the legacy stream of somebody else's code must not serialize it.
-      CudaCheck(cudaStreamCreateWithFlags(&aux_stream_, cudaStreamNonBlocking),
-                "cudaStreamCreateWithFlags");
+      for (cudaStream_t& aux : aux_streams_) {
+        CudaCheck(cudaStreamCreateWithFlags(&aux, cudaStreamNonBlocking),
+                  "cudaStreamCreateWithFlags");
+      }
       for (cudaEvent_t* event : {&fork_event_, &join_event_}) {
         CudaCheck(cudaEventCreateWithFlags(event, cudaEventDisableTiming),
                   "cudaEventCreateWithFlags");
@@ -91,7 +92,9 @@ CudaWorkspace::~CudaWorkspace() {
 void CudaWorkspace::Release() {
   if (fork_event_ != nullptr) cudaEventDestroy(fork_event_);
   if (join_event_ != nullptr) cudaEventDestroy(join_event_);
-  if (aux_stream_ != nullptr) cudaStreamDestroy(aux_stream_);
+  for (const cudaStream_t aux : aux_streams_) {
+    if (aux != nullptr) cudaStreamDestroy(aux);
+  }
   if (data_ != nullptr) cudaFree(data_);
   if (fault_word_ != nullptr) FaultWords::Get().GiveBack(fault_word_);
 }
@@ -104,25 +107,23 @@ void CudaWorkspace::Quiesce() {
 }
 
 std::string CudaWorkspace::Fault() const {
-  if (*static_cast<volatile uint32_t*>(fault_word_) == 0) return "";
   return "not all blocks of a resident grid came to its barrier";
 }
 
-void CudaWorkspace::Reset() {
-  RelaxedCapture relaxed;
+// Executions that were dispatched since the fault come before it on the stream, and fail at once.
+void CudaWorkspace::Reset(void* stream) {
   DeviceGuard device(ordinal_);
-  // Executions that were dispatched before may still use the words.
-  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   if (data_ != nullptr) {
-    CudaCheck(cudaMemset(data_, 0, bytes_), "cudaMemset of a workspace");
-    CudaCheck(cudaStreamSynchronize(cudaStreamLegacy), "cudaStreamSynchronize");
+    CudaCheck(cudaMemsetAsync(data_, 0, bytes_, static_cast<cudaStream_t>(stream)),
+              "cudaMemsetAsync of a workspace");
   }
   *static_cast<volatile uint32_t*>(fault_word_) = 0;
 }
 
 std::unique_ptr<DeviceWorkspace> MakeCudaWorkspace(const WorkspacePoolOptions& pool,
-                                                   const WorkspaceSpec& spec, int ordinal) {
-  return std::make_unique<CudaWorkspace>(pool, spec, ordinal);
+                                                   const WorkspaceSpec& spec, int ordinal,
+                                                   void* stream) {
+  return std::make_unique<CudaWorkspace>(pool, spec, ordinal, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace b12x::runtime

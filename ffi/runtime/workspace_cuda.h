@@ -15,7 +15,9 @@ namespace b12x::runtime {
 
 class CudaWorkspace : public DeviceWorkspace {
  public:
-  CudaWorkspace(const WorkspacePoolOptions& pool, const WorkspaceSpec& spec, int ordinal);
+  // `stream` is what executions run on.
+  CudaWorkspace(const WorkspacePoolOptions& pool, const WorkspaceSpec& spec, int ordinal,
+                cudaStream_t stream);
   CudaWorkspace(const CudaWorkspace&) = delete;
   CudaWorkspace& operator=(const CudaWorkspace&) = delete;
   ~CudaWorkspace() override;
@@ -27,16 +29,19 @@ class CudaWorkspace : public DeviceWorkspace {
   // under the same address.
   uint32_t* fault_word() const { return fault_word_; }
   uint64_t timeout_ns() const { return timeout_ns_; }
-  // Null unless the call site asked for a stream. Events keep no time.
-  cudaStream_t aux_stream() const { return aux_stream_; }
+  // Null unless the call site asked for a stream. A stream that takes part in a capture does so
+  // until the whole capture ends, when another thread may be running the program eagerly: each has
+  // its own. Events keep no time.
+  cudaStream_t aux_stream(bool capturing) const { return aux_streams_[capturing ? 1 : 0]; }
   cudaEvent_t fork_event() const { return fork_event_; }
   cudaEvent_t join_event() const { return join_event_; }
   // Held while a call is submitted that uses the stream and events.
   std::unique_lock<std::mutex> LockSubmission() { return std::unique_lock(submission_); }
 
   void Quiesce() override;
+  bool faulty() const override { return *static_cast<volatile uint32_t*>(fault_word_) != 0; }
   std::string Fault() const override;
-  void Reset() override;
+  void Reset(void* stream) override;
 
  private:
   void Release();
@@ -47,13 +52,14 @@ class CudaWorkspace : public DeviceWorkspace {
   std::mutex submission_;
   void* data_ = nullptr;
   uint32_t* fault_word_ = nullptr;
-  cudaStream_t aux_stream_ = nullptr;
+  cudaStream_t aux_streams_[2] = {};
   cudaEvent_t fork_event_ = nullptr;
   cudaEvent_t join_event_ = nullptr;
 };
 
 std::unique_ptr<DeviceWorkspace> MakeCudaWorkspace(const WorkspacePoolOptions& pool,
-                                                   const WorkspaceSpec& spec, int ordinal);
+                                                   const WorkspaceSpec& spec, int ordinal,
+                                                   void* stream);
 
 }  // namespace b12x::runtime
 

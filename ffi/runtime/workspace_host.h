@@ -13,11 +13,11 @@ namespace b12x::runtime {
 class HostWorkspace : public DeviceWorkspace {
  public:
   void Quiesce() override {}
-  void Reset() override {}
+  void Reset(void*) override {}
 };
 
 inline std::unique_ptr<DeviceWorkspace> MakeHostWorkspace(const WorkspacePoolOptions&,
-                                                          const WorkspaceSpec&, int) {
+                                                          const WorkspaceSpec&, int, void*) {
   return std::make_unique<HostWorkspace>();
 }
 
