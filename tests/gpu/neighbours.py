@@ -46,7 +46,7 @@ class Holder:
         checked(nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90"]))
         image = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
         checked(nvrtc.nvrtcGetCUBIN(program, image))
-        self._module = checked(driver.cuModuleLoadData(np.char.array(image)))
+        self._module = checked(driver.cuModuleLoadData(image))
         self._kernel = checked(driver.cuModuleGetFunction(self._module, b"hold"))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(self._kernel, attribute, _HOLD_SHARED_BYTES))

@@ -285,6 +285,33 @@ def test_target_and_draft_replayed_from_two_threads_give_the_same_bits():
         assert {record.lane for record in pool.records()} == {"target", "draft"}
 
 
+@pytest.mark.parametrize("implementation", ["split", "fused"])
+def test_two_threads_may_run_one_program_while_it_is_captured(implementation):
+    layer = Layer()
+    x = layer.tokens(3)
+    plan = layer.plan(3, implementation)
+    expected = jax.jit(layer.alone)(x)
+    outcome = []
+
+    def run(compiled, barrier):
+        barrier.wait()
+        for _ in range(100):
+            for one, other in zip(compiled(x), expected, strict=True):
+                np.testing.assert_array_equal(bits(one), bits(other))
+        outcome.append("equal")
+
+    for _ in range(5):
+        lowered = jax.jit(lambda x: layer.block(x, plan)).lower(x)
+        compiled = lowered.compile(compiler_options=CAPTURED)
+        barrier = threading.Barrier(2)
+        threads = [threading.Thread(target=run, args=(compiled, barrier)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert outcome == ["equal"] * 10
+
+
 @pytest.fixture(scope="module")
 def holder():
     return neighbours.Holder()
