@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from comm_testing import free_port
+from comm_testing import every_kind, free_port
 
 
 def run_ranks(tmp_path, program, *arguments, timeout=120):
@@ -105,18 +105,21 @@ def test_ranks_find_each_others_channels_whatever_order_they_make_programs_in(tm
 
 GPUS = """
 import faulthandler, os, sys, time
-faulthandler.dump_traceback_later(40, exit=True)
+faulthandler.dump_traceback_later(55, exit=True)
 import jax, jax.numpy as jnp, numpy as np
 rank, port, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(f"localhost:{port}", 2, rank, local_device_ids=[rank])
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_b12x import comm
 from jax_b12x.comm import coordination
+sys.path.insert(0, sys.argv[5])
+from comm_testing import KINDS
+kind = next(each for each in KINDS if each.name == sys.argv[4])
 
 mesh = Mesh(np.array(jax.devices()), ("tp",))
 sharding = NamedSharding(mesh, P("tp"))
 isolation = case if case in ("executable", "lane") else "call_site"
-pool = comm.ChannelPool(mesh, "tp", transport="ipc", isolation=isolation, timeout=3)
+pool = kind.pool(mesh, "tp", transport="ipc", isolation=isolation, timeout=3)
 
 
 def make(name, size):
@@ -125,7 +128,7 @@ def make(name, size):
     def body(x):
         with pool.ordered():
             for _ in range(6):
-                x = comm.all_reduce(x, pool) * np.float32(0.5)
+                x = kind.call(x, pool) * np.float32(0.5)
         return x
 
     body.__name__ = name
@@ -134,7 +137,7 @@ def make(name, size):
     x = jax.make_array_from_process_local_data(sharding, whole[rank : rank + 1], whole.shape)
     expected = whole
     for _ in range(6):
-        expected = np.repeat((expected[0] + expected[1])[None] * np.float32(0.5), 2, 0)
+        expected = kind.expected(expected, 2) * np.float32(0.5)
     return step.lower(x).compile(), x, expected[rank]
 
 
@@ -199,10 +202,13 @@ print("done", flush=True)
 """
 
 
+@every_kind
 @pytest.mark.multigpu
 @pytest.mark.parametrize("case", ["call_site", "executable", "lane", "killed"])
-def test_two_processes_with_a_gpu_each(case, tmp_path):
-    outcomes = run_ranks(tmp_path, GPUS, case, timeout=60)
+def test_two_processes_with_a_gpu_each(case, kind, tmp_path):
+    """They compile target and draft in opposite orders, and run them in one."""
+    here = os.path.dirname(__file__)
+    outcomes = run_ranks(tmp_path, GPUS, case, kind.name, here, timeout=60)
     for code, output in outcomes:
         assert code == 0, output
     for _, output in outcomes[: 1 if case == "killed" else 2]:

@@ -7,7 +7,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from comm_testing import KINDS, P, assert_same_bits, every_kind, mesh_of, random_parts
+from comm_testing import (
+    KINDS,
+    PLATFORMS,
+    P,
+    assert_same_bits,
+    every_kind,
+    mesh_of,
+    random_parts,
+)
 
 import jax_b12x
 
@@ -25,7 +33,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 sys.path.insert(0, sys.argv[2])
 from comm_testing import KINDS
 
-mesh = Mesh(np.array(jax.devices()), ("tp",))
+mesh = Mesh(np.array(jax.devices(sys.argv[3])[:2]), ("tp",))
 for kind, isolation in ((k, i) for k in KINDS for i in ("call_site", "executable", "lane")):
     pool = kind.pool(mesh, "tp", name=f"{kind.name}_{isolation}", isolation=isolation)
 
@@ -37,7 +45,7 @@ for kind, isolation in ((k, i) for k in KINDS for i in ("call_site", "executable
     step = jax.jit(mapped)
     x = np.arange(16, dtype=np.float32).reshape(2, 8)
     hits.clear()
-    out = np.asarray(step(jax.device_put(x)))
+    out = np.asarray(step(x))
     expected = kind.expected(kind.expected(x, 2), 2)[:1]
     assert (out == expected).all(), (out, expected)
     print("hit" if "/jax/compilation_cache/cache_hits" in hits else "miss")
@@ -46,13 +54,15 @@ for kind, isolation in ((k, i) for k in KINDS for i in ("call_site", "executable
 """
 
 
-def test_programs_from_the_persistent_cache_work_in_a_new_process(tmp_path):
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_programs_from_the_persistent_cache_work_in_a_new_process(platform, tmp_path):
+    mesh_of(2, platform)  # skips where there are fewer devices
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     outcomes = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path / "cache"), os.path.dirname(__file__)],
+            [sys.executable, script, tmp_path / "cache", os.path.dirname(__file__), platform],
             capture_output=True,
             text=True,
             timeout=250,
