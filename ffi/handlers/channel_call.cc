@@ -12,6 +12,12 @@ xffi::Error ToError(const std::exception& error) {
   return xffi::Error(xffi::ErrorCode::kFailedPrecondition, error.what());
 }
 
+xffi::Error Refusal(const runtime::Channel& channel) {
+  return xffi::Error(channel.poisoned() ? xffi::ErrorCode::kDeadlineExceeded
+                                        : xffi::ErrorCode::kFailedPrecondition,
+                     channel.refusal());
+}
+
 xffi::ErrorOr<std::unique_ptr<ChannelCall>> InstantiateChannelCall(xffi::Dictionary attrs) {
   const auto pool = attrs.get<std::string_view>("pool");
   const auto program = attrs.get<std::string_view>("program");

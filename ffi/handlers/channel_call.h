@@ -4,6 +4,7 @@
 #define JAX_B12X_FFI_HANDLERS_CHANNEL_CALL_H_
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,8 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace b12x::ffi {
+
+class Registry;
 
 // The state of one call site in one executable.
 struct ChannelCall {
@@ -33,6 +36,17 @@ inline constexpr int64_t kTokenWords = 4;
 xla::ffi::Error CheckToken(const xla::ffi::AnyBuffer& token);
 
 xla::ffi::Error ToError(const std::exception& error);
+
+// Why calls on the channel are refused: a call timed out, or its pool took it back.
+xla::ffi::Error Refusal(const runtime::Channel& channel);
+
+struct NamedCall {
+  const char* target;
+  XLA_FFI_Handler* execute;
+};
+
+// Adds channel calls, which differ in nothing but *execute*. Each platform has its own.
+void AddChannelCalls(Registry& registry, std::initializer_list<NamedCall> calls);
 
 }  // namespace b12x::ffi
 

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "ffi/registry.h"
+
 namespace b12x::ffi {
 
 namespace xffi = xla::ffi;
@@ -71,17 +73,24 @@ xffi::Future Meet(const ChannelCall& call, const std::shared_ptr<runtime::Channe
                   const runtime::Combine& combine) {
   xffi::Promise promise;
   xffi::Future future(promise);
-  arrival.done = [promise](const std::string& error) mutable {
-    if (error.empty()) {
-      promise.SetAvailable();
-    } else {
-      promise.SetError(xffi::Error(xffi::ErrorCode::kDeadlineExceeded, error));
-    }
+  arrival.done = [promise, channel](bool met) mutable {
+    met ? promise.SetAvailable() : promise.SetError(Refusal(*channel));
   };
   const runtime::Place& place = call.pool->PlaceOf(device);
   static_cast<runtime::MeetingPlace&>(channel->memory())
       .Arrive(channel, place.group, run.run_id, place.rank, std::move(arrival), combine);
   return future;
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
+
+void AddChannelCalls(Registry& registry, std::initializer_list<NamedCall> calls) {
+  Stages stages;
+  stages.instantiate = kInstantiate;
+  for (const NamedCall& call : calls) {
+    stages.execute = call.execute;
+    registry.AddTarget(call.target, stages);
+  }
 }
 
 }  // namespace b12x::ffi

@@ -34,6 +34,17 @@ xla::ffi::Future Meet(const ChannelCall& call, const std::shared_ptr<runtime::Ch
                       int32_t device, xla::ffi::RunId run, runtime::Arrival arrival,
                       const runtime::Combine& combine);
 
+// What *execute* of a channel call takes.
+inline auto BindChannelCall() {
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::State<ChannelCall>>()
+      .Ctx<xla::ffi::RunId>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
 }  // namespace b12x::ffi
 
 #endif  // JAX_B12X_FFI_HANDLERS_CHANNEL_CALL_CPU_H_

@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "ffi/registry.h"
+
 namespace b12x::ffi {
 
 namespace xffi = xla::ffi;
@@ -31,22 +33,24 @@ runtime::PeerMemory& MemoryOf(const ChannelCall& call) {
   return static_cast<runtime::PeerMemory&>(call.lease->channel().memory());
 }
 
+namespace {
+
+// Runs before every execution, of captured programs as well: refuses a channel that a device has
+// reported a timeout on.
 xffi::Error InitializeChannelCall(ChannelCall* call, xffi::Dictionary) {
   if (!call->lease.has_value()) return xffi::Error::Success();  // its order was looked at
   runtime::Channel& channel = call->lease->channel();
   channel.Check(call->pool->options().name);
-  if (!channel.refused()) {
-    try {
-      MemoryOf(*call).Connect();
-      return xffi::Error::Success();
-    } catch (const std::exception& error) {
-      return ToError(error);
-    }
+  if (channel.refused()) return Refusal(channel);
+  try {
+    MemoryOf(*call).Connect();
+    return xffi::Error::Success();
+  } catch (const std::exception& error) {
+    return ToError(error);
   }
-  return xffi::Error(channel.poisoned() ? xffi::ErrorCode::kDeadlineExceeded
-                                        : xffi::ErrorCode::kFailedPrecondition,
-                     channel.refusal());
 }
+
+}  // namespace
 
 xffi::Error FindChannel(const ChannelCall& call, int32_t device, xffi::RemainingArgs args,
                         xffi::RemainingRets rets, size_t num_args, size_t num_rets,
@@ -68,6 +72,22 @@ xffi::Error FindChannel(const ChannelCall& call, int32_t device, xffi::Remaining
   return Launched(cudaMemcpyAsync((*passed_on)->untyped_data(), token->untyped_data(),
                                   token->size_bytes(), cudaMemcpyDeviceToDevice, stream),
                   "passing the order token on");
+}
+
+XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER(
+    kInitialize, InitializeChannelCall,
+    xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>().Ctx<xffi::State<ChannelCall>>().Attrs());
+
+void AddChannelCalls(Registry& registry, std::initializer_list<NamedCall> calls) {
+  Stages stages;
+  stages.instantiate = kInstantiate;
+  stages.initialize = kInitialize;
+  for (const NamedCall& call : calls) {
+    stages.execute = call.execute;
+    registry.AddTarget(call.target, stages);
+  }
 }
 
 }  // namespace b12x::ffi

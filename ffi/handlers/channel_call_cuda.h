@@ -22,15 +22,22 @@ bool ToFloatType(xla::ffi::DataType type, comm::FloatType* result);
 
 runtime::PeerMemory& MemoryOf(const ChannelCall& call);
 
-// The *initialize* stage, which runs before every execution, of captured programs as well: it
-// refuses a channel that a device has reported a timeout on.
-xla::ffi::Error InitializeChannelCall(ChannelCall* call, xla::ffi::Dictionary);
-
 // Where the call finds its channel. A call of an ordered program passes its token on in place, from
 // behind its first `num_args` operands to behind its first `num_rets` results.
 xla::ffi::Error FindChannel(const ChannelCall& call, int32_t device, xla::ffi::RemainingArgs args,
                             xla::ffi::RemainingRets rets, size_t num_args, size_t num_rets,
                             cudaStream_t stream, comm::ChannelRef* channel);
+
+// What *execute* of a channel call takes.
+inline auto BindChannelCall() {
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<xla::ffi::State<ChannelCall>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
 
 }  // namespace b12x::ffi
 

@@ -17,15 +17,13 @@ namespace xffi = xla::ffi;
 xffi::Error OpenOrder(ChannelCall* call, xffi::Result<xffi::AnyBuffer> token) {
   if (xffi::Error error = CheckToken(*token); error.failure()) return error;
   const runtime::Channel& channel = call->lease->channel();
-  if (channel.refused()) {
-    return xffi::Error(xffi::ErrorCode::kFailedPrecondition, channel.refusal());
-  }
+  if (channel.refused()) return Refusal(channel);
   WriteToken(channel, token->untyped_data());
   return xffi::Error::Success();
 }
 
 xffi::Future AllReduce(ChannelCall* call, xffi::RunId run, int32_t device, xffi::RemainingArgs args,
-                       xffi::RemainingRets rets) {
+                       xffi::RemainingRets rets, xffi::Dictionary) {
   try {
     const auto x = args.get<xffi::AnyBuffer>(0);
     auto out = rets.get<xffi::AnyBuffer>(0);
@@ -63,16 +61,18 @@ xffi::Future AllReduce(ChannelCall* call, xffi::RunId run, int32_t device, xffi:
 }
 
 xffi::Future AllReduceRmsNorm(ChannelCall* call, xffi::RunId run, int32_t device,
-                              xffi::RemainingArgs args, xffi::RemainingRets rets, float eps) {
+                              xffi::RemainingArgs args, xffi::RemainingRets rets,
+                              xffi::Dictionary attrs) {
   try {
     const auto x = args.get<xffi::AnyBuffer>(0);
     const auto residual = args.get<xffi::AnyBuffer>(1);
     const auto weight = args.get<xffi::AnyBuffer>(2);
     auto normed = rets.get<xffi::AnyBuffer>(0);
     auto new_residual = rets.get<xffi::AnyBuffer>(1);
-    if (!x || !residual || !weight || !normed || !new_residual) {
+    const auto eps = attrs.get<float>("eps");
+    if (!x || !residual || !weight || !normed || !new_residual || !eps) {
       return Failed(xffi::Error::InvalidArgument(
-          "b12x_all_reduce_rms_norm takes x, residual and weight, and gives two results"));
+          "b12x_all_reduce_rms_norm takes x, residual and weight, and the attribute eps (float)"));
     }
     const auto type = FloatTypeOf(x->element_type());
     if (type.has_error()) return Failed(type.error());
@@ -100,21 +100,20 @@ xffi::Future AllReduceRmsNorm(ChannelCall* call, xffi::RunId run, int32_t device
     arrival.fill_nan = [type = *type, count, outputs = arrival.outputs] {
       for (void* output : outputs) host::FillNan(type, count, output);
     };
-    return Meet(*call, channel, device, run, std::move(arrival),
-                [type = *type, count, hidden, eps](const std::vector<runtime::Arrival>& ranks) {
-                  std::vector<host::RmsNormBuffers> buffers;
-                  for (const runtime::Arrival& rank : ranks) {
-                    buffers.push_back({rank.inputs[0], rank.inputs[1], rank.inputs[2],
-                                       rank.outputs[0], rank.outputs[1]});
-                  }
-                  host::AllReduceRmsNorm(type, count / hidden, hidden, eps, buffers);
-                });
+    return Meet(
+        *call, channel, device, run, std::move(arrival),
+        [type = *type, count, hidden, eps = *eps](const std::vector<runtime::Arrival>& ranks) {
+          std::vector<host::RmsNormBuffers> buffers;
+          for (const runtime::Arrival& rank : ranks) {
+            buffers.push_back(
+                {rank.inputs[0], rank.inputs[1], rank.inputs[2], rank.outputs[0], rank.outputs[1]});
+          }
+          host::AllReduceRmsNorm(type, count / hidden, hidden, eps, buffers);
+        });
   } catch (const std::exception& error) {
     return Failed(ToError(error));
   }
 }
-
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER(
     kOpenOrder,
@@ -123,46 +122,16 @@ XLA_FFI_DEFINE_HANDLER(
     },
     xffi::Ffi::Bind().Ctx<xffi::State<ChannelCall>>().Ret<xffi::AnyBuffer>().Attrs());
 
-XLA_FFI_DEFINE_HANDLER(
-    kAllReduce,
-    [](ChannelCall* call, xffi::RunId run, int32_t device, xffi::RemainingArgs args,
-       xffi::RemainingRets rets,
-       xffi::Dictionary) { return AllReduce(call, run, device, args, rets); },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::State<ChannelCall>>()
-        .Ctx<xffi::RunId>()
-        .Ctx<xffi::DeviceOrdinal>()
-        .RemainingArgs()
-        .RemainingRets()
-        .Attrs());
-
-XLA_FFI_DEFINE_HANDLER(
-    kAllReduceRmsNorm,
-    [](ChannelCall* call, xffi::RunId run, int32_t device, xffi::RemainingArgs args,
-       xffi::RemainingRets rets, xffi::Dictionary attrs) {
-      return AllReduceRmsNorm(call, run, device, args, rets,
-                              attrs.get<float>("eps").has_value() ? *attrs.get<float>("eps") : 0);
-    },
-    xffi::Ffi::Bind()
-        .Ctx<xffi::State<ChannelCall>>()
-        .Ctx<xffi::RunId>()
-        .Ctx<xffi::DeviceOrdinal>()
-        .RemainingArgs()
-        .RemainingRets()
-        .Attrs());
+XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce, BindChannelCall());
+XLA_FFI_DEFINE_HANDLER(kAllReduceRmsNorm, AllReduceRmsNorm, BindChannelCall());
 
 }  // namespace
 
 void RegisterCommCpu(Registry& registry) {
   registry.AddType<ChannelCall>("b12x_channel_call");
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.execute = kOpenOrder;
-  registry.AddTarget("b12x_open_order", stages);
-  stages.execute = kAllReduce;
-  registry.AddTarget("b12x_all_reduce", stages);
-  stages.execute = kAllReduceRmsNorm;
-  registry.AddTarget("b12x_all_reduce_rms_norm", stages);
+  AddChannelCalls(registry, {{"b12x_open_order", kOpenOrder},
+                             {"b12x_all_reduce", kAllReduce},
+                             {"b12x_all_reduce_rms_norm", kAllReduceRmsNorm}});
 }
 
 }  // namespace b12x::ffi

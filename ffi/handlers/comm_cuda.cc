@@ -103,12 +103,6 @@ xffi::Error AllReduceRmsNorm(cudaStream_t stream, ChannelCall* call, int32_t dev
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeChannelCall,
-    xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>().Ctx<xffi::State<ChannelCall>>().Attrs());
-
 XLA_FFI_DEFINE_HANDLER(kOpenOrder, OpenOrder,
                        xffi::Ffi::Bind()
                            .Ctx<xffi::PlatformStream<cudaStream_t>>()
@@ -118,39 +112,18 @@ XLA_FFI_DEFINE_HANDLER(kOpenOrder, OpenOrder,
                            .Attrs(),
                        {xffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<xffi::State<ChannelCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
+XLA_FFI_DEFINE_HANDLER(kAllReduce, AllReduce, BindChannelCall(),
                        {xffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kAllReduceRmsNorm, AllReduceRmsNorm,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<xffi::State<ChannelCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
+XLA_FFI_DEFINE_HANDLER(kAllReduceRmsNorm, AllReduceRmsNorm, BindChannelCall(),
                        {xffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 void RegisterCommCuda(Registry& registry) {
   registry.AddType<ChannelCall>("b12x_channel_call");
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.initialize = kInitialize;
-  stages.execute = kOpenOrder;
-  registry.AddTarget("b12x_open_order", stages);
-  stages.execute = kAllReduce;
-  registry.AddTarget("b12x_all_reduce", stages);
-  stages.execute = kAllReduceRmsNorm;
-  registry.AddTarget("b12x_all_reduce_rms_norm", stages);
+  AddChannelCalls(registry, {{"b12x_open_order", kOpenOrder},
+                             {"b12x_all_reduce", kAllReduce},
+                             {"b12x_all_reduce_rms_norm", kAllReduceRmsNorm}});
 }
 
 }  // namespace b12x::ffi

@@ -92,36 +92,14 @@ xffi::Future DcpGather(ChannelCall* call, xffi::RunId run, int32_t device, xffi:
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kDcpCombine, DcpCombine,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::State<ChannelCall>>()
-                           .Ctx<xffi::RunId>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kDcpGather, DcpGather,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::State<ChannelCall>>()
-                           .Ctx<xffi::RunId>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kDcpCombine, DcpCombine, BindChannelCall());
+XLA_FFI_DEFINE_HANDLER(kDcpGather, DcpGather, BindChannelCall());
 
 }  // namespace
 
 // The type of the state is registered with the all-reduces.
 void RegisterDcpCpu(Registry& registry) {
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.execute = kDcpCombine;
-  registry.AddTarget("b12x_dcp_combine", stages);
-  stages.execute = kDcpGather;
-  registry.AddTarget("b12x_dcp_gather", stages);
+  AddChannelCalls(registry, {{"b12x_dcp_combine", kDcpCombine}, {"b12x_dcp_gather", kDcpGather}});
 }
 
 }  // namespace b12x::ffi

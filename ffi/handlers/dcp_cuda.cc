@@ -73,43 +73,16 @@ xffi::Error DcpGather(cudaStream_t stream, ChannelCall* call, int32_t device,
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateChannelCall, xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(
-    kInitialize, InitializeChannelCall,
-    xffi::Ffi::Bind<xffi::ExecutionStage::kInitialize>().Ctx<xffi::State<ChannelCall>>().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kDcpCombine, DcpCombine,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<xffi::State<ChannelCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
+XLA_FFI_DEFINE_HANDLER(kDcpCombine, DcpCombine, BindChannelCall(),
                        {xffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER(kDcpGather, DcpGather,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<xffi::State<ChannelCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
+XLA_FFI_DEFINE_HANDLER(kDcpGather, DcpGather, BindChannelCall(),
                        {xffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 // The type of the state is registered with the all-reduces.
 void RegisterDcpCuda(Registry& registry) {
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.initialize = kInitialize;
-  stages.execute = kDcpCombine;
-  registry.AddTarget("b12x_dcp_combine", stages);
-  stages.execute = kDcpGather;
-  registry.AddTarget("b12x_dcp_gather", stages);
+  AddChannelCalls(registry, {{"b12x_dcp_combine", kDcpCombine}, {"b12x_dcp_gather", kDcpGather}});
 }
 
 }  // namespace b12x::ffi

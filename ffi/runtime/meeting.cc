@@ -17,9 +17,9 @@ void MeetingPlace::Arrive(const std::shared_ptr<Channel>& channel, int group, in
       // Whoever waits for this rank would wait in vain.
       std::vector<Arrival> waiting = TakeWaiting();
       lock.unlock();
-      Fail(std::move(waiting), channel->refusal());
+      Fail(std::move(waiting));
       arrival.fill_nan();
-      arrival.done(channel->refusal());
+      arrival.done(false);
       return;
     }
     const RunKey key{group, run};
@@ -51,16 +51,15 @@ void MeetingPlace::Arrive(const std::shared_ptr<Channel>& channel, int group, in
   // ranks go on: each needs a thread. Ours has not begun to wait.
   for (int other = 0; other < world_size_; ++other) {
     if (other != rank) {
-      Crew::Get().Run([done = std::move(complete[other].done)] { done(""); });
+      Crew::Get().Run([done = std::move(complete[other].done)] { done(true); });
     }
   }
-  complete[rank].done("");
+  complete[rank].done(true);
 }
 
 void MeetingPlace::Expire(const std::shared_ptr<Channel>& channel, RunKey key, int64_t number,
                           uint64_t serial) {
   std::vector<Arrival> waiting;
-  std::string reason;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto run = runs_.find(key);
@@ -73,13 +72,12 @@ void MeetingPlace::Expire(const std::shared_ptr<Channel>& channel, RunKey key, i
         missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
       }
     }
-    reason = "pool '" + pool_ + "', " + channel->Name() + ": rank " + missing +
-             " did not arrive within the timeout of " + std::to_string(timeout_ms_) +
-             " ms; the channel is poisoned and its result is NaN";
-    channel->Poison(reason);
+    channel->Poison("pool '" + pool_ + "', " + channel->Name() + ": rank " + missing +
+                    " did not arrive within the timeout of " + std::to_string(timeout_ms_) +
+                    " ms; the channel is poisoned and its result is NaN");
     waiting = TakeWaiting();
   }
-  Fail(std::move(waiting), reason);
+  Fail(std::move(waiting));
 }
 
 std::vector<Arrival> MeetingPlace::TakeWaiting() {
@@ -95,10 +93,10 @@ std::vector<Arrival> MeetingPlace::TakeWaiting() {
   return waiting;
 }
 
-void MeetingPlace::Fail(std::vector<Arrival> arrivals, const std::string& reason) {
+void MeetingPlace::Fail(std::vector<Arrival> arrivals) {
   for (Arrival& each : arrivals) {
     each.fill_nan();
-    Crew::Get().Run([done = std::move(each.done), reason] { done(reason); });
+    Crew::Get().Run([done = std::move(each.done)] { done(false); });
   }
 }
 

@@ -21,8 +21,8 @@ namespace b12x::runtime {
 struct Arrival {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::function<void()> fill_nan;                      // overwrites the outputs
-  std::function<void(const std::string& error)> done;  // an empty error is success
+  std::function<void()> fill_nan;      // overwrites the outputs
+  std::function<void(bool met)> done;  // unless all met, the channel says why
 };
 
 // Combines the arrivals of all ranks, in rank order.
@@ -60,7 +60,7 @@ class MeetingPlace : public ChannelMemory, public std::enable_shared_from_this<M
 
   // Ends all meetings; the mutex is held. Returns who was there.
   std::vector<Arrival> TakeWaiting();
-  static void Fail(std::vector<Arrival> arrivals, const std::string& reason);
+  static void Fail(std::vector<Arrival> arrivals);
   void Expire(const std::shared_ptr<Channel>& channel, RunKey key, int64_t number, uint64_t serial);
 
   const std::string pool_;

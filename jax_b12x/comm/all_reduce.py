@@ -46,7 +46,7 @@ def all_reduce(x: ArrayLike, pool: ChannelPool) -> jax.Array:
     _check_dtype("x", x)
     call.check_pool("all_reduce", pool, ChannelPool)
     call.check_axes("all_reduce", pool)
-    if not call.takes_channel(primitives.message_bytes(jax.typeof(x)), pool):
+    if not call.takes_channel("all_reduce", primitives.message_bytes(jax.typeof(x)), pool):
         return _psum(x, pool)
     x = call.vary(x, pool)
     order = call.order_of("all_reduce", pool)
@@ -97,7 +97,8 @@ def all_reduce_rms_norm(
     call.check_pool("all_reduce_rms_norm", pool, ChannelPool)
     call.check_axes("all_reduce_rms_norm", pool)
     row_fits = x.shape[-1] * x.dtype.itemsize <= MAX_ROW_BYTES
-    if not row_fits or not call.takes_channel(primitives.row_message_bytes(jax.typeof(x)), pool):
+    message_bytes = primitives.row_message_bytes(jax.typeof(x))
+    if not row_fits or not call.takes_channel("all_reduce_rms_norm", message_bytes, pool):
         wide = x.astype(jnp.float32)
         plain = functools.partial(add_rms_norm, eps=eps)
         normed, new_residual = call.inference_only(

@@ -10,6 +10,7 @@ from jax import lax
 
 from jax_b12x.comm import order as order_lib
 from jax_b12x.comm import primitives
+from jax_b12x.comm.memory import channel_bytes, lane_message_bytes
 from jax_b12x.comm.pool import Pool
 
 
@@ -44,11 +45,25 @@ def check_axes(op: str, pool: Pool) -> None:
         raise ValueError(f"{op} needs every axis of the mesh manual; {automatic} are not")
 
 
-def takes_channel(message_bytes: int, pool: Pool) -> bool:
-    """Returns whether a message goes through a channel: the one place that knows the cutoff."""
+def takes_channel(op: str, message_bytes: int, pool: Pool) -> bool:
+    """Returns whether a message goes through a channel: the one place that knows the cutoff.
+
+    Raises:
+      ValueError: it should, but a channel for it alone is larger than the pool's ``max_bytes``.
+    """
     if pool.transport == "xla" or pool.world_size == 1 or message_bytes == 0:
         return False
-    return message_bytes <= pool.cutoff
+    if message_bytes > pool.cutoff:
+        return False
+    capacity = lane_message_bytes(message_bytes) if pool.isolation == "lane" else message_bytes
+    needed = channel_bytes(capacity, pool.world_size)
+    if pool.max_bytes is not None and needed > pool.max_bytes:
+        raise ValueError(
+            f"{op} sends {message_bytes} bytes to a rank, for which a channel takes {needed} bytes "
+            f"a rank, but pool {pool.name!r} has max_bytes={pool.max_bytes}: raise it, or lower "
+            f"cutoff={pool.cutoff} so that such messages take XLA's collective"
+        )
+    return True
 
 
 def order_of(op: str, pool: Pool) -> order_lib.Order | None:

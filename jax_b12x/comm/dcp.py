@@ -88,7 +88,8 @@ def dcp_combine(
         )
     call.check_axes("dcp_combine", pool)
     partial_out, lse = call.vary(partial_out, pool), call.vary(lse, pool)
-    if not call.takes_channel(dcp_primitives.combine_bytes(partial_out, pool.world_size), pool):
+    message_bytes = dcp_primitives.combine_bytes(partial_out, pool.world_size)
+    if not call.takes_channel("dcp_combine", message_bytes, pool):
         by_xla = functools.partial(_combine_by_xla, pool=pool, axis=axis, lse_base=lse_base)
         out, total = call.inference_only("dcp_combine", _INSTEAD, by_xla, partial_out, lse)
         return (out, total) if return_lse else out
@@ -160,7 +161,7 @@ def _gather(
     ]
     call.check_axes(op, pool)
     arrays = [call.vary(array, pool) for array in arrays]
-    if not call.takes_channel(dcp_primitives.gather_bytes(*arrays), pool):
+    if not call.takes_channel(op, dcp_primitives.gather_bytes(*arrays), pool):
         by_xla = functools.partial(_gather_by_xla, pool=pool, axes=axes)
         results: list[jax.Array] = call.inference_only(op, _INSTEAD, by_xla, *arrays)
         return results

@@ -20,7 +20,7 @@ from jax_b12x.comm import cutoff as cutoff_lib
 from jax_b12x.comm import transport as transport_lib
 from jax_b12x.comm.coordination import make_group
 from jax_b12x.comm.lease import ChannelRecord, Checkpoint, print_table
-from jax_b12x.comm.memory import ISOLATIONS, Isolation
+from jax_b12x.comm.memory import ISOLATIONS, Isolation, channel_bytes
 from jax_b12x.comm.teardown import TeardownRefusedError, teardown
 from jax_b12x.comm.topology import Topology
 from jax_b12x.comm.transport_ipc import IpcExchange
@@ -63,7 +63,9 @@ class Pool:
         :func:`jax_b12x.lane`, which are inside :meth:`ordered` as well and which their owner runs
         in the same order on every rank, one after another. By default
         ``B12X_ONESHOT_SINGLE_CHANNEL``.
-      max_bytes: the most bytes that channels may take on a rank; ``None`` for no limit.
+      max_bytes: the most bytes that channels may take on a rank; ``None`` for no limit. A message
+        that no channel within it can carry is refused when it is traced, the channel that is one
+        too many when its program is compiled.
       transport: ``"host"`` (CPU devices of one process), ``"peer"`` (GPUs of one process),
         ``"ipc"`` (one process a GPU) or ``"xla"`` (XLA's collectives); ``None`` takes the one that
         fits, and ``"xla"`` with a warning where none does.
@@ -97,8 +99,12 @@ class Pool:
             timeout = config.ONESHOT_TIMEOUT_MS.get() / 1000
         if not 0.001 <= timeout <= 3600:
             raise ValueError(f"timeout must be between 0.001 and 3600 seconds, not {timeout!r}")
-        if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes must be positive, or None for no limit, not {max_bytes!r}")
+        smallest = channel_bytes(1, self.topology.world_size)
+        if max_bytes is not None and max_bytes < smallest:
+            raise ValueError(
+                f"max_bytes must be at least {smallest}, which the smallest channel of "
+                f"{self.topology.world_size} ranks takes, or None for no limit, not {max_bytes!r}"
+            )
         self.isolation: Isolation = isolation
         self.timeout = timeout
         self.max_bytes = max_bytes
@@ -172,6 +178,7 @@ class Pool:
         )
 
     def __enter__(self) -> Self:
+        self.require_open()
         return self
 
     def __exit__(
@@ -216,7 +223,7 @@ class Pool:
           ChannelError: it is.
         """
         if self.closed:
-            raise ChannelError(f"pool {self.name!r} is closed")
+            raise ChannelError(f"pool {self.name!r} is closed; make a new one")
 
     def records(self) -> list[ChannelRecord]:
         """Returns a record of every channel there is."""

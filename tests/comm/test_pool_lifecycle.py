@@ -85,10 +85,12 @@ def test_a_closed_pool_refuses_its_programs_by_name_and_a_second_close_does_noth
     assert_same_bits(out, kind.expected(parts, 2))
     assert pool.closed
     pool.close()
-    with pytest.raises(Exception, match="pool 'closing' was closed"):
+    with pytest.raises(Exception, match=r"FAILED_PRECONDITION.*pool 'closing' was closed"):
         jax.block_until_ready(step(parts))
     with pytest.raises(comm.ChannelError, match="pool 'closing' is closed"):
         pool.checkpoint()
+    with pytest.raises(comm.ChannelError, match="pool 'closing' is closed; make a new one"), pool:
+        pass
     # The name is free again.
     with kind.pool(mesh, "tp", name="closing") as pool:
         step = on_each(mesh, lambda x: kind.call(x, pool))
@@ -177,6 +179,28 @@ def test_a_large_model_is_compiled_within_its_limit_or_told_what_would_fit(isola
         assert 0 < pool.bytes <= LIMIT
 
 
+@every_kind
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_message_that_no_channel_could_carry_is_refused_when_it_is_traced(kind, isolation):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (600,), jnp.float32)
+    capacity = kind.message(600)
+    needed = channel_bytes(lane_message_bytes(capacity) if isolation == "lane" else capacity, 2)
+    for max_bytes in (needed - 1, needed):
+        with kind.pool(mesh, "tp", isolation=isolation, max_bytes=max_bytes) as pool:
+
+            def body(x, pool=pool):
+                with pool.ordered():
+                    return kind.call(x, pool)
+
+            step = on_each(mesh, body)
+            if max_bytes >= needed:
+                assert_same_bits(step(parts), kind.expected(parts, 2))
+                continue
+            with pytest.raises(ValueError, match=f"takes {needed} bytes.*max_bytes={max_bytes}"):
+                step.trace(parts)
+
+
 @pytest.mark.parametrize("message", [1, 15, 16, 17, 4096, 100_000])
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 def test_python_and_the_runtime_agree_on_bytes(message, world_size):
@@ -221,7 +245,7 @@ def test_the_environment_is_refused_with_the_allowed_forms(monkeypatch, variable
         ({"axis": "ep"}, "axis must name axes of the mesh"),
         ({"isolation": "stream"}, "isolation must be one of call_site, executable, lane"),
         ({"timeout": 0}, "timeout must be between"),
-        ({"max_bytes": 0}, "max_bytes must be positive"),
+        ({"max_bytes": 4127}, "max_bytes must be at least 4128, which the smallest channel of 2"),
         ({"cutoff": "lots"}, "cutoff='lots' is not understood"),
         ({"cutoff": -1}, "cutoff must be 0 or more"),
         ({"transport": "smoke"}, "transport must be one of peer, ipc, host, xla"),
