@@ -31,11 +31,17 @@ struct HeadRows {
   }
 };
 
-// A combine's row in a slot: a packet of which the first word is the LSE, then the elements.
+// A combine's row in a slot: so many parts, each a packet of which the first word is the row's LSE,
+// then up to 32 packets of elements. A warp takes a part, so that nobody waits for another warp.
 inline constexpr int64_t kLsePacketBytes = 16;
+inline constexpr int64_t kPartBytes = 32 * 16;
+
+B12X_HOST_DEVICE constexpr int64_t CombineParts(int64_t head_dim, int64_t element_bytes) {
+  return (head_dim * element_bytes + kPartBytes - 1) / kPartBytes;
+}
 
 B12X_HOST_DEVICE constexpr int64_t CombineRowBytes(int64_t head_dim, int64_t element_bytes) {
-  return kLsePacketBytes + head_dim * element_bytes;
+  return CombineParts(head_dim, element_bytes) * kLsePacketBytes + head_dim * element_bytes;
 }
 
 // What a combine puts into one slot.

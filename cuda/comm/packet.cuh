@@ -89,6 +89,10 @@ __device__ __forceinline__ bool Complete(uint4 words) {
   return words.x != kEmpty && words.y != kEmpty && words.z != kEmpty && words.w != kEmpty;
 }
 
+__device__ __forceinline__ uint4 EmptyPacket() {
+  return make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
+}
+
 __device__ __forceinline__ uint32_t NotEmpty(uint32_t word) {
   return word == kEmpty ? kOtherNan : word;
 }
@@ -107,21 +111,22 @@ __device__ __forceinline__ unsigned long long GlobalTimer() {
   return now;
 }
 
-// Out of line: it is for waits that last.
-static __device__ __noinline__ bool WaitLong(const ChannelView& view, const void* at, int source,
-                                             uint4* words) {
+// Out of line: it is for waits that last. By value, so that the caller's packet stays in registers.
+// What it returns is not complete when the wait timed out.
+static __device__ __noinline__ uint4 WaitLong(const ChannelView& view, const void* at, int source) {
   const unsigned long long begun = GlobalTimer();
   const unsigned long long stalled =
       *reinterpret_cast<volatile unsigned long long*>(view.stalled_at);
   const bool same_run = stalled != 0 && begun - stalled < kSameRunNs;
   const unsigned long long limit =
       same_run && view.timeout_ns > kGraceNs ? kGraceNs : view.timeout_ns;
+  uint4 words;
   do {
     for (int spin = 0; spin < kSpinsPerLook; ++spin) {
-      *words = LoadVolatile(at);
-      if (Complete(*words)) {
+      words = LoadVolatile(at);
+      if (Complete(words)) {
         if (same_run) *reinterpret_cast<volatile unsigned long long*>(view.stalled_at) = 0;
-        return true;
+        return words;
       }
     }
   } while (GlobalTimer() - begun < limit);
@@ -132,19 +137,44 @@ static __device__ __noinline__ bool WaitLong(const ChannelView& view, const void
   *reinterpret_cast<volatile uint32_t*>(&view.status->missing) = missing;
   __threadfence_system();
   *reinterpret_cast<volatile uint32_t*>(&view.status->failed) = 1;
-  return false;
+  return words;
 }
 
-// Takes a packet out of a slot of this rank's slab; false when it did not come in time.
+// Waits for a packet in a slot of this rank's slab, and leaves it there; false when it did not come
+// in time.
+__device__ __forceinline__ bool AwaitPacket(const ChannelView& view, const void* at, int source,
+                                            uint4* words) {
+  for (int spin = 0; spin < kSpinsPerLook; ++spin) {
+    *words = LoadVolatile(at);
+    if (Complete(*words)) return true;
+  }
+  *words = WaitLong(view, at, source);
+  return Complete(*words);
+}
+
+// The same for two packets of one source at once. Returns whether the first came; `both` says
+// whether both did.
+__device__ __forceinline__ bool AwaitPackets(const ChannelView& view, const void* first_at,
+                                             const void* second_at, int source, uint4* first,
+                                             uint4* second, bool* both) {
+  bool done = false;
+  for (int spin = 0; spin < kSpinsPerLook && !done; ++spin) {
+    *first = LoadVolatile(first_at);
+    *second = LoadVolatile(second_at);
+    done = Complete(*first) && Complete(*second);
+  }
+  if (!Complete(*first)) *first = WaitLong(view, first_at, source);
+  const bool have_first = Complete(*first);
+  if (have_first && !Complete(*second)) *second = WaitLong(view, second_at, source);
+  *both = have_first && Complete(*second);
+  return have_first;
+}
+
+// Takes a packet out of a slot; false when it did not come in time.
 __device__ __forceinline__ bool TakePacket(const ChannelView& view, unsigned char* at, int source,
                                            uint4* words) {
-  bool arrived = false;
-  for (int spin = 0; spin < kSpinsPerLook && !arrived; ++spin) {
-    *words = LoadVolatile(at);
-    arrived = Complete(*words);
-  }
-  if (!arrived && !WaitLong(view, at, source, words)) return false;
-  StoreVolatile(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
+  if (!AwaitPacket(view, at, source, words)) return false;
+  StoreVolatile(at, EmptyPacket());
   return true;
 }
 

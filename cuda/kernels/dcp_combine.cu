@@ -1,6 +1,7 @@
 // Every rank pushes each head's partial attention and its LSE to the rank that the head belongs to,
-// and combines what it is sent, in one launch: a warp a row (one token's head). The warp with the
-// same index on every rank pushes a row and awaits it; no block waits for another of its own grid.
+// and combines what it is sent, in one launch: a warp takes a part of a row (one token's head), a
+// lane a packet. The warp with the same index on every rank pushes a part and awaits it; no block
+// waits for another of its own grid.
 #include <algorithm>
 
 #include "cuda/comm/packet.cuh"
@@ -10,15 +11,15 @@ namespace b12x::comm {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kMaxWarps = 4;
+static_assert(kWarp * kPacketBytes == kPartBytes);
+constexpr int kMaxWarps = 8;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-// So many packets of a lane are on their way while the warp waits for the LSEs.
-constexpr int kEarly = 2;
 
 struct CombineParams {
   CombineArrays arrays;
   HeadRows rows;
   int32_t head_dim;
+  int32_t parts;  // of a row
   bool base_two;
   const void* token;
   ChannelView view;
@@ -32,22 +33,50 @@ __device__ __forceinline__ float WarpMax(float value) {
   return value;
 }
 
-// Turns the LSE of rank `lane`, which may be anything in other lanes, into its weight: 0 where the
-// shard is empty. Sums in rank order.
+// How much a shard counts, beside the highest LSE; an empty one does not.
+__device__ __forceinline__ float Share(float lse, float highest, bool base_two) {
+  if (!isfinite(lse)) return 0.0f;
+  return base_two ? exp2f(lse - highest) : expf(lse - highest);
+}
+
+__device__ __forceinline__ float CombinedLse(float highest, float total, bool base_two) {
+  return highest + (base_two ? log2f(total) : logf(total));
+}
+
+// Each lane has the LSE of the rank of its number, and gets that rank's weight. Sums in rank order.
 __device__ __forceinline__ float Weigh(float lse, int lane, int world_size, bool base_two,
                                        float* weight) {
   const bool present = lane < world_size && isfinite(lse);
   const float highest = WarpMax(present ? lse : -INFINITY);
-  if (highest == -INFINITY) {
-    *weight = 0.0f;
-    return -INFINITY;
-  }
-  const float distance = lse - highest;
-  const float share = present ? (base_two ? exp2f(distance) : expf(distance)) : 0.0f;
+  *weight = 0.0f;
+  if (highest == -INFINITY) return highest;
+  const float share = present ? Share(lse, highest, base_two) : 0.0f;
   float total = 0.0f;
   for (int rank = 0; rank < world_size; ++rank) total += __shfl_sync(kAllLanes, share, rank);
   *weight = share / total;
-  return highest + (base_two ? log2f(total) : logf(total));
+  return CombinedLse(highest, total, base_two);
+}
+
+// The same for two ranks, without asking other lanes.
+__device__ __forceinline__ float WeighTwo(const float (&lse)[2], bool base_two,
+                                          float (&weight)[2]) {
+  const float highest = fmaxf(isfinite(lse[0]) ? lse[0] : -INFINITY,  //
+                              isfinite(lse[1]) ? lse[1] : -INFINITY);
+  weight[0] = weight[1] = 0.0f;
+  if (highest == -INFINITY) return highest;
+  const float share[2] = {Share(lse[0], highest, base_two), Share(lse[1], highest, base_two)};
+  const float total = share[0] + share[1];
+  weight[0] = share[0] / total;
+  weight[1] = share[1] / total;
+  return CombinedLse(highest, total, base_two);
+}
+
+// Adds a shard; an empty one may hold NaN.
+template <typename T>
+__device__ __forceinline__ void Add(float lse, float weight, const Packet<T>& part, float* sum) {
+  if (!isfinite(lse)) return;
+#pragma unroll
+  for (int i = 0; i < Packet<T>::kElements; ++i) sum[i] += weight * Widen(part.elements[i]);
 }
 
 // kWorldSize: 0 reads it at run time.
@@ -56,8 +85,6 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
     DcpCombineKernel(const __grid_constant__ CombineParams params) {
   static_assert(kMaxRanks <= kWarp);
   constexpr int kElements = Packet<T>::kElements;
-  __shared__ float shared_weights[kMaxWarps][kMaxRanks];
-  __shared__ uint32_t shared_present[kMaxWarps];
 
   const ChannelView& view = ViewOf<kOrdered>(params);
   const int world_size = kWorldSize > 0 ? kWorldSize : view.world_size;
@@ -70,31 +97,50 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const int64_t row_bytes = CombineRowBytes(head_dim, sizeof(T));
   const bool aligned = ((reinterpret_cast<uintptr_t>(partial) | reinterpret_cast<uintptr_t>(out)) %
                         kPacketBytes) == 0;
-  const int warp = threadIdx.x / kWarp;
   const int lane = threadIdx.x % kWarp;
   const int warps = blockDim.x / kWarp;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * warps + warp;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / kWarp;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * warps;
+  const int64_t units = rows.count() * params.parts;
+
+  // A unit of work: a part of a row.
+  struct Unit {
+    int64_t row;
+    int64_t in_slot;  // bytes
+    int packet;       // this lane's, in the row
+  };
+  const auto unit_of = [&](int64_t index) {
+    const int64_t row = index / params.parts;
+    const int part = static_cast<int>(index - row * params.parts);
+    return Unit{row, row * row_bytes + part * (kLsePacketBytes + kPartBytes), part * kWarp + lane};
+  };
+  const auto load = [&](int64_t in_whole, int packet) {
+    Packet<T> loaded;
+    if (packet < packets) {
+      loaded = LoadPacket(partial + in_whole * head_dim + packet * kElements, kElements, aligned);
+    }
+    return loaded;
+  };
 
   bool poisoned;
   const uint32_t epoch = BeginEpoch(view, &poisoned);
-  for (int64_t row = first; row < rows.count() && !poisoned; row += stride) {
+  for (int64_t index = first; index < units; index += stride) {
+    const Unit unit = unit_of(index);
     // Ranks begin with different peers, so that not all send to the same one at a time.
     for (int step = 1; step < world_size; ++step) {
       int peer = view.rank + step;
       if (peer >= world_size) peer -= world_size;
-      const int64_t in_whole = rows.InWhole(row, peer);
+      const int64_t in_whole = rows.InWhole(unit.row, peer);
+      // Both loads are on their way before the first store.
+      const uint32_t lse = NotEmpty(__float_as_uint(arrays.lse[in_whole]));
+      const Packet<T> mine = Sendable(load(in_whole, unit.packet));
+      if (poisoned) continue;
       unsigned char* slot = view.slabs[peer] +
                             SlotOffset(view.slot_bytes, world_size, epoch, peer, view.rank) +
-                            row * row_bytes;
-      if (lane == 0) {
-        const uint32_t lse = NotEmpty(__float_as_uint(arrays.lse[in_whole]));
-        StoreVolatile(slot, make_uint4(lse, 0, 0, 0));
-      }
-      for (int packet = lane; packet < packets; packet += kWarp) {
-        const Packet<T> mine = Sendable(
-            LoadPacket(partial + in_whole * head_dim + packet * kElements, kElements, aligned));
-        StoreVolatile(slot + kLsePacketBytes + packet * kPacketBytes,
+                            unit.in_slot;
+      if (lane == 0) StoreVolatile(slot, make_uint4(lse, 0, 0, 0));
+      if (unit.packet < packets) {
+        StoreVolatile(slot + kLsePacketBytes + lane * kPacketBytes,
                       *reinterpret_cast<const uint4*>(&mine));
       }
     }
@@ -102,101 +148,87 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   __syncthreads();  // all threads have the epoch
   EndEpoch(view, epoch);
 
-  const auto slot_of = [&](int source, int64_t row) {
-    return view.slabs[view.rank] +
-           SlotOffset(view.slot_bytes, world_size, epoch, view.rank, source) + row * row_bytes;
-  };
-  for (int64_t row = first; row < rows.count(); row += stride) {
-    const int64_t in_whole = rows.InWhole(row, view.rank);
-    // On their way while we wait: our own packets, and of two ranks the other's as well.
-    Packet<T> mine[kEarly];
-    uint4 theirs[kEarly];
-#pragma unroll
-    for (int k = 0; k < kEarly; ++k) {
-      const int packet = lane + k * kWarp;
-      theirs[k] = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
-      if (packet < packets) {
-        mine[k] =
-            LoadPacket(partial + in_whole * head_dim + packet * kElements, kElements, aligned);
-        if constexpr (kWorldSize == 2) {
-          if (!poisoned) {
-            theirs[k] =
-                LoadVolatile(slot_of(1 - view.rank, row) + kLsePacketBytes + packet * kPacketBytes);
-          }
-        }
-      }
-    }
+  for (int64_t index = first; index < units; index += stride) {
+    const Unit unit = unit_of(index);
+    const bool active = unit.packet < packets;
+    const int64_t in_whole = rows.InWhole(unit.row, view.rank);
+    const float own_lse = arrays.lse[in_whole];
+    const Packet<T> own = load(in_whole, unit.packet);
+    const auto slot_of = [&](int source) {
+      return view.slabs[view.rank] +
+             SlotOffset(view.slot_bytes, world_size, epoch, view.rank, source) + unit.in_slot;
+    };
 
-    float lse = -INFINITY;
-    bool arrived = !poisoned;
-    if (lane == view.rank) {
-      lse = arrays.lse[in_whole];
-    } else if (lane < world_size && !poisoned) {
-      uint4 words;
-      arrived = TakePacket(view, slot_of(lane, row), lane, &words);
-      lse = __uint_as_float(words.x);
-    }
-    arrived = __all_sync(kAllLanes, arrived);
-    float weight;
-    const float combined = Weigh(lse, lane, world_size, params.base_two, &weight);
-    const uint32_t present = __ballot_sync(kAllLanes, lane < world_size && isfinite(lse));
-    if (lane < world_size) shared_weights[warp][lane] = weight;
-    if (lane == 0) {
-      shared_present[warp] = present;
-      if (arrays.out_lse != nullptr) {
-        arrays.out_lse[row] = arrived ? combined : __uint_as_float(kOtherNan);
+    float sum[kElements] = {};
+    float combined;
+    bool have_lses = !poisoned;
+    bool complete = !poisoned;
+    if constexpr (kWorldSize == 2) {
+      const int other = 1 - view.rank;
+      unsigned char* slot = slot_of(other);
+      // Lanes without a packet look at the LSE twice.
+      unsigned char* at = active ? slot + kLsePacketBytes + lane * kPacketBytes : slot;
+      uint4 header = make_uint4(0, 0, 0, 0);
+      Packet<T> theirs = own;
+      if (!poisoned) {
+        have_lses = AwaitPackets(view, slot, at, other, &header, reinterpret_cast<uint4*>(&theirs),
+                                 &complete);
+        __syncwarp();  // all lanes have the LSE
+        if (have_lses && lane == 0) StoreVolatile(slot, EmptyPacket());
+        if (complete && active) StoreVolatile(at, EmptyPacket());
       }
-    }
-    __syncwarp();
-
-    const auto finish = [&](int packet, const Packet<T>& own, uint4 early) {
-      float sum[kElements] = {};
-      bool complete = arrived;
-      for (int source = 0; source < world_size && complete; ++source) {
+      const float their_lse = __uint_as_float(header.x);
+      const bool first_rank = view.rank == 0;
+      const float lse[2] = {first_rank ? own_lse : their_lse, first_rank ? their_lse : own_lse};
+      float weight[2];
+      combined = WeighTwo(lse, params.base_two, weight);
+      Add(lse[0], weight[0], first_rank ? own : theirs, sum);
+      Add(lse[1], weight[1], first_rank ? theirs : own, sum);
+    } else {
+      float lse = own_lse;
+      if (lane < world_size && lane != view.rank && !poisoned) {
+        uint4 words;
+        have_lses = TakePacket(view, slot_of(lane), lane, &words);
+        lse = __uint_as_float(words.x);
+      }
+      have_lses = __all_sync(kAllLanes, have_lses);
+      complete = have_lses;
+      float weight;
+      combined = Weigh(lse, lane, world_size, params.base_two, &weight);
+      for (int source = 0; source < world_size; ++source) {
+        const float source_lse = __shfl_sync(kAllLanes, lse, source);
+        const float source_weight = __shfl_sync(kAllLanes, weight, source);
         Packet<T> part = own;
-        if (source != view.rank) {
-          unsigned char* at = slot_of(source, row) + kLsePacketBytes + packet * kPacketBytes;
-          uint4& words = *reinterpret_cast<uint4*>(&part);
-          words = early;
-          if (kWorldSize == 2 && Complete(words)) {
-            StoreVolatile(at, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
-          } else {
-            complete = TakePacket(view, at, source, &words);
-          }
+        if (source != view.rank && active && complete) {
+          complete = TakePacket(view, slot_of(source) + kLsePacketBytes + lane * kPacketBytes,
+                                source, reinterpret_cast<uint4*>(&part));
         }
-        if ((shared_present[warp] >> source & 1) == 0) continue;  // it may hold NaN
-        const float by = shared_weights[warp][source];
-#pragma unroll
-        for (int i = 0; i < kElements; ++i) sum[i] += by * Widen(part.elements[i]);
+        __syncwarp();
+        Add(source_lse, source_weight, part, sum);
       }
+    }
+
+    if (active) {
       Packet<T> result;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         result.elements[i] = Round<T>(complete ? sum[i] : __uint_as_float(kOtherNan));
       }
-      StorePacket(out + row * head_dim + packet * kElements, result, kElements, aligned);
-    };
-#pragma unroll
-    for (int k = 0; k < kEarly; ++k) {
-      if (lane + k * kWarp < packets) finish(lane + k * kWarp, mine[k], theirs[k]);
+      StorePacket(out + unit.row * head_dim + unit.packet * kElements, result, kElements, aligned);
     }
-    for (int packet = lane + kEarly * kWarp; packet < packets; packet += kWarp) {
-      const Packet<T> own =
-          LoadPacket(partial + in_whole * head_dim + packet * kElements, kElements, aligned);
-      finish(packet, own, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
+    if (unit.packet == 0 && arrays.out_lse != nullptr) {
+      arrays.out_lse[unit.row] = have_lses ? combined : __uint_as_float(kOtherNan);
     }
-    __syncwarp();  // the next row overwrites the weights
   }
 }
 
 template <typename T>
 void Launch(const CombineParams& params, int world_size, cudaStream_t stream) {
-  // One warp a block while rows are few, so that they are spread over the multiprocessors.
-  constexpr int64_t kFewRows = 128;
-  const int64_t rows = params.rows.count();
-  const int warps = rows <= kFewRows ? 1 : kMaxWarps;
+  // One warp a block while there is little to do, so that it is spread over the multiprocessors.
+  const int64_t units = params.rows.count() * params.parts;
+  const int warps = units <= 256 ? 1 : units <= 4 * kMaxBlocks ? 4 : kMaxWarps;
   const auto grid =
-      static_cast<unsigned>(std::min<int64_t>((rows + warps - 1) / warps, kMaxBlocks));
+      static_cast<unsigned>(std::min<int64_t>((units + warps - 1) / warps, kMaxBlocks));
   const unsigned threads = warps * kWarp;
   if (params.token != nullptr) {
     world_size == 2 ? DcpCombineKernel<T, 2, true><<<grid, threads, 0, stream>>>(params)
@@ -212,8 +244,9 @@ void Launch(const CombineParams& params, int world_size, cudaStream_t stream) {
 cudaError_t LaunchDcpCombine(FloatType type, const CombineArrays& arrays, const HeadRows& rows,
                              int64_t head_dim, bool base_two, const ChannelRef& channel,
                              cudaStream_t stream) {
-  const CombineParams params{arrays,   rows,          static_cast<int32_t>(head_dim),
-                             base_two, channel.token, channel.view};
+  const auto parts = static_cast<int32_t>(CombineParts(head_dim, ByteWidth(type)));
+  const CombineParams params{
+      arrays, rows, static_cast<int32_t>(head_dim), parts, base_two, channel.token, channel.view};
   switch (type) {
     case FloatType::kF32:
       Launch<float>(params, channel.world_size, stream);

@@ -19,15 +19,18 @@ combine_p = jax.extend.core.Primitive("b12x_dcp_combine")
 # bind(a, [b], [token], heads_axis=..., second_axis=..., pool=..., ...); second_axis is -1 without b
 gather_p = jax.extend.core.Primitive("b12x_dcp_gather")
 
+_PART_BYTES = 32 * PACKET_BYTES
+
 
 def combine_bytes(partial_out: Any, world_size: int) -> int:
     """Returns the bytes that a combine sends to one peer.
 
-    A row (one token's head) has a packet for its LSE, then its elements.
+    A row (one token's head) goes in parts of up to 512 bytes, each after a packet with its LSE;
+    ``cuda/comm/dcp_layout.h`` has the same numbers.
     """
-    head_dim = partial_out.shape[-1]
+    row_bytes = partial_out.shape[-1] * np.dtype(partial_out.dtype).itemsize
     rows = math.prod(partial_out.shape[:-1]) // world_size
-    return int(rows * (PACKET_BYTES + head_dim * np.dtype(partial_out.dtype).itemsize))
+    return int(rows * (-(-row_bytes // _PART_BYTES) * PACKET_BYTES + row_bytes))
 
 
 def gather_bytes(*arrays: Any) -> int:
