@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import os
+import pathlib
+import platform
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_b12x.comm.teardown import Group, LocalGroup
@@ -27,6 +30,27 @@ def coordination() -> tuple[Any, int]:
     if state.client is None:
         raise RuntimeError("a mesh of several processes needs jax.distributed.initialize()")
     return state.client, state.process_id
+
+
+def hosts_of(processes: Sequence[int]) -> set[str]:
+    """Returns the hosts that the processes run on, each process in an IPC namespace of it.
+
+    Every one of them asks.
+    """
+    client, process = coordination()
+    prefix = "b12x/host"
+    client.key_value_set(f"{prefix}/{process}", _host(), allow_overwrite=True)
+    wait_ms = round(BARRIER_TIMEOUT_S * 1000)
+    return {client.blocking_key_value_get(f"{prefix}/{each}", wait_ms) for each in processes}
+
+
+def _host() -> str:
+    """Names this boot of this machine and the IPC namespace in it, or at least the machine."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/ipc')}"
+    except OSError:
+        return platform.node()
 
 
 class CoordinatedGroup:

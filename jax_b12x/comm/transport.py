@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Literal, get_args
 
 from jax_b12x import _native
+from jax_b12x.comm.coordination import hosts_of
 from jax_b12x.comm.topology import Topology
 
 TransportName = Literal["peer", "ipc", "host", "xla"]
@@ -57,8 +58,6 @@ def choose(topology: Topology, asked: TransportName | None) -> Transport:
         return Transport("xla")
     natural, obstacle = _natural(topology)
     if asked is None:
-        if natural == "ipc" and not obstacle:
-            obstacle = "channels between processes are used only when asked for: transport='ipc'"
         return Transport("xla", obstacle) if obstacle else Transport(natural)
     if asked != natural:
         raise TransportError(
@@ -93,4 +92,7 @@ def _natural(topology: Topology) -> tuple[TransportName, str]:
         return name, str(extension.peer_obstacle(ordinals))
     if importlib.util.find_spec("cuda.bindings") is None:
         return name, "cuda-python is missing (`pip install jax_b12x[cuda]`)"
+    hosts = hosts_of(topology.processes)
+    if len(hosts) > 1:
+        return name, f"its processes are on {len(hosts)} hosts, or in containers apart"
     return name, ""

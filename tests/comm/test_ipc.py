@@ -46,6 +46,7 @@ rank, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 import numpy as np
 from jax.sharding import Mesh
+from jax_b12x.comm import coordination
 from jax_b12x.comm.topology import Topology
 from jax_b12x.comm.transport_ipc import IpcError, IpcExchange
 
@@ -93,6 +94,15 @@ for channel in range(3):
     exchange.close(channel, rank)
     exchange.close(channel, rank)
 assert len(Memory.closed) == 3
+
+# Both processes are on this host, until one says that it is elsewhere.
+assert len(coordination.hosts_of((0, 1))) == 1
+coordination.coordination()[0].wait_at_barrier("asked", 60_000)
+if rank == 1:
+    coordination._host = lambda: "elsewhere"
+    coordination.hosts_of(())
+coordination.coordination()[0].wait_at_barrier("told", 60_000)
+assert len(coordination.hosts_of((0, 1))) == 2
 print("exchanged")
 """
 
@@ -119,7 +129,8 @@ kind = next(each for each in KINDS if each.name == sys.argv[4])
 mesh = Mesh(np.array(jax.devices()), ("tp",))
 sharding = NamedSharding(mesh, P("tp"))
 isolation = case if case in ("executable", "lane") else "call_site"
-pool = kind.pool(mesh, "tp", transport="ipc", isolation=isolation, timeout=3)
+pool = kind.pool(mesh, "tp", isolation=isolation, timeout=3)
+assert pool.transport == "ipc", pool
 
 
 def make(name, size):
@@ -174,7 +185,7 @@ if case == "killed":
     os._exit(0)
 
 rng = np.random.default_rng(7)  # the same order of runs on both ranks
-for _ in range(2000):
+for _ in range(500):
     step, x, expected = programs[str(rng.choice(["target", "draft"]))]
     got = np.asarray(step(x).addressable_shards[0].data)[0]
     assert (got == expected).all()
