@@ -42,8 +42,9 @@ NB_MODULE(_b12x, m) {
       [](int64_t outer, int64_t inner, int world_size, int64_t head_dim, int64_t element_bytes,
          int64_t row, int rank) {
         const b12x::comm::HeadRows rows{outer, inner, world_size};
+        const int64_t parts = rows.count() * b12x::comm::CombineParts(head_dim, element_bytes);
         return nb::make_tuple(rows.InWhole(row, rank),
-                              row * b12x::comm::CombineRowBytes(head_dim, element_bytes),
+                              b12x::comm::CombineRowsOffset(parts) + row * head_dim * element_bytes,
                               b12x::comm::CombineSlotBytes(rows, head_dim, element_bytes));
       },
       nb::arg("outer"), nb::arg("inner"), nb::arg("world_size"), nb::arg("head_dim"),

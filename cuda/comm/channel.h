@@ -17,6 +17,8 @@ inline constexpr int kMaxRanks = 16;
 // The most blocks that a launch may have: each has its own copy of the epoch.
 inline constexpr int kMaxBlocks = 512;
 inline constexpr int kPacketBytes = 16;
+// Writes cross the link in lines; slots begin with one.
+inline constexpr int kLineBytes = 128;
 inline constexpr int kHeaderBytes = 4096;
 inline constexpr int kBuffers = 2;
 // A NaN in every dtype. The sender turns it into another NaN where it is data.

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cuda/comm/channel.h"
+
 #ifdef __CUDACC__
 #define B12X_HOST_DEVICE __host__ __device__
 #else
@@ -26,13 +28,14 @@ struct HeadRows {
 
   // The row of the whole that row `row` of `rank`'s heads is.
   B12X_HOST_DEVICE int64_t InWhole(int64_t row, int rank) const {
-    const int64_t of_outer = row / inner;
+    const int64_t of_outer = outer == 1 ? 0 : row / inner;
     return (of_outer * world_size + rank) * inner + (row - of_outer * inner);
   }
 };
 
-// A combine's row in a slot: so many parts, each a packet of which the first word is the row's LSE,
-// then up to 32 packets of elements. A warp takes a part, so that nobody waits for another warp.
+// A combine takes a row (one token's head) in parts of up to 512 bytes, one warp each. In a slot
+// each part has a packet of which the first word is the row's LSE, so that nobody waits for another
+// warp; behind all of these packets, at a new line, come the rows.
 inline constexpr int64_t kLsePacketBytes = 16;
 inline constexpr int64_t kPartBytes = 32 * 16;
 
@@ -40,13 +43,15 @@ B12X_HOST_DEVICE constexpr int64_t CombineParts(int64_t head_dim, int64_t elemen
   return (head_dim * element_bytes + kPartBytes - 1) / kPartBytes;
 }
 
-B12X_HOST_DEVICE constexpr int64_t CombineRowBytes(int64_t head_dim, int64_t element_bytes) {
-  return CombineParts(head_dim, element_bytes) * kLsePacketBytes + head_dim * element_bytes;
+// Where the rows begin, for so many parts of all rows.
+B12X_HOST_DEVICE constexpr int64_t CombineRowsOffset(int64_t parts) {
+  return (parts * kLsePacketBytes + kLineBytes - 1) / kLineBytes * kLineBytes;
 }
 
 // What a combine puts into one slot.
 inline int64_t CombineSlotBytes(const HeadRows& rows, int64_t head_dim, int64_t element_bytes) {
-  return rows.count() * CombineRowBytes(head_dim, element_bytes);
+  return CombineRowsOffset(rows.count() * CombineParts(head_dim, element_bytes)) +
+         rows.count() * head_dim * element_bytes;
 }
 
 // What a gather puts into one slot for a tensor of so many bytes: each begins at a packet.

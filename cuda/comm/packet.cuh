@@ -12,6 +12,9 @@
 
 namespace b12x::comm {
 
+// So many blocks of 256 threads fit on a multiprocessor at the least: 64 registers a thread.
+// Without a figure the compiler spills to make more of them fit.
+inline constexpr int kBlocksOnSm = 4;
 // Waits look at the clock every so many loads; a load of a word that is on its way takes under 1
 // us.
 inline constexpr int kSpinsPerLook = 64;
@@ -40,6 +43,17 @@ struct alignas(kPacketBytes) Packet {
   static constexpr int kElements = kPacketBytes / sizeof(T);
   T elements[kElements];
 };
+
+// Word by word, so that both stay in registers.
+template <typename T>
+__device__ __forceinline__ Packet<T> Either(bool first, const Packet<T>& a, const Packet<T>& b) {
+  const uint4& x = *reinterpret_cast<const uint4*>(&a);
+  const uint4& y = *reinterpret_cast<const uint4*>(&b);
+  Packet<T> chosen;
+  *reinterpret_cast<uint4*>(&chosen) =
+      make_uint4(first ? x.x : y.x, first ? x.y : y.y, first ? x.z : y.z, first ? x.w : y.w);
+  return chosen;
+}
 
 // The first `valid` elements at `data`, zeros behind them.
 template <typename T>

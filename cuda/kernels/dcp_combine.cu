@@ -39,36 +39,42 @@ __device__ __forceinline__ float Share(float lse, float highest, bool base_two) 
   return base_two ? exp2f(lse - highest) : expf(lse - highest);
 }
 
-__device__ __forceinline__ float CombinedLse(float highest, float total, bool base_two) {
-  return highest + (base_two ? log2f(total) : logf(total));
-}
+struct Weights {
+  float highest;  // -inf where all shards are empty
+  float total;    // of the shares
+
+  __device__ float CombinedLse(bool base_two) const {
+    if (highest == -INFINITY) return highest;
+    return highest + (base_two ? log2f(total) : logf(total));
+  }
+};
 
 // Each lane has the LSE of the rank of its number, and gets that rank's weight. Sums in rank order.
-__device__ __forceinline__ float Weigh(float lse, int lane, int world_size, bool base_two,
-                                       float* weight) {
+__device__ __forceinline__ Weights Weigh(float lse, int lane, int world_size, bool base_two,
+                                         float* weight) {
   const bool present = lane < world_size && isfinite(lse);
   const float highest = WarpMax(present ? lse : -INFINITY);
   *weight = 0.0f;
-  if (highest == -INFINITY) return highest;
+  if (highest == -INFINITY) return {highest, 0.0f};
   const float share = present ? Share(lse, highest, base_two) : 0.0f;
   float total = 0.0f;
   for (int rank = 0; rank < world_size; ++rank) total += __shfl_sync(kAllLanes, share, rank);
   *weight = share / total;
-  return CombinedLse(highest, total, base_two);
+  return {highest, total};
 }
 
 // The same for two ranks, without asking other lanes.
-__device__ __forceinline__ float WeighTwo(const float (&lse)[2], bool base_two,
-                                          float (&weight)[2]) {
-  const float highest = fmaxf(isfinite(lse[0]) ? lse[0] : -INFINITY,  //
-                              isfinite(lse[1]) ? lse[1] : -INFINITY);
-  weight[0] = weight[1] = 0.0f;
-  if (highest == -INFINITY) return highest;
-  const float share[2] = {Share(lse[0], highest, base_two), Share(lse[1], highest, base_two)};
-  const float total = share[0] + share[1];
-  weight[0] = share[0] / total;
-  weight[1] = share[1] / total;
-  return CombinedLse(highest, total, base_two);
+__device__ __forceinline__ Weights WeighTwo(float lse0, float lse1, bool base_two, float* weight0,
+                                            float* weight1) {
+  const float highest = fmaxf(isfinite(lse0) ? lse0 : -INFINITY, isfinite(lse1) ? lse1 : -INFINITY);
+  *weight0 = *weight1 = 0.0f;
+  if (highest == -INFINITY) return {highest, 0.0f};
+  const float share0 = Share(lse0, highest, base_two);
+  const float share1 = Share(lse1, highest, base_two);
+  const float total = share0 + share1;
+  *weight0 = share0 / total;
+  *weight1 = share1 / total;
+  return {highest, total};
 }
 
 // Adds a shard; an empty one may hold NaN.
@@ -81,7 +87,7 @@ __device__ __forceinline__ void Add(float lse, float weight, const Packet<T>& pa
 
 // kWorldSize: 0 reads it at run time.
 template <typename T, int kWorldSize, bool kOrdered>
-__global__ void __launch_bounds__(kMaxWarps* kWarp)
+__global__ void __launch_bounds__(kMaxWarps* kWarp, kBlocksOnSm)
     DcpCombineKernel(const __grid_constant__ CombineParams params) {
   static_assert(kMaxRanks <= kWarp);
   constexpr int kElements = Packet<T>::kElements;
@@ -94,7 +100,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   T* out = static_cast<T*>(arrays.out);
   const int head_dim = params.head_dim;
   const int packets = head_dim / kElements;
-  const int64_t row_bytes = CombineRowBytes(head_dim, sizeof(T));
+  const int64_t row_bytes = head_dim * static_cast<int64_t>(sizeof(T));
   const bool aligned = ((reinterpret_cast<uintptr_t>(partial) | reinterpret_cast<uintptr_t>(out)) %
                         kPacketBytes) == 0;
   const int lane = threadIdx.x % kWarp;
@@ -102,17 +108,20 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / kWarp;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * warps;
   const int64_t units = rows.count() * params.parts;
+  const int64_t rows_offset = CombineRowsOffset(units);
 
-  // A unit of work: a part of a row.
+  // A unit of work: a part of a row. Offsets are in a slot.
   struct Unit {
     int64_t row;
-    int64_t in_slot;  // bytes
-    int packet;       // this lane's, in the row
+    int packet;  // this lane's, in the row
+    int64_t lse_offset;
+    int64_t packet_offset;
   };
   const auto unit_of = [&](int64_t index) {
-    const int64_t row = index / params.parts;
-    const int part = static_cast<int>(index - row * params.parts);
-    return Unit{row, row * row_bytes + part * (kLsePacketBytes + kPartBytes), part * kWarp + lane};
+    const int64_t row = params.parts == 1 ? index : index / params.parts;
+    const int packet = static_cast<int>(index - row * params.parts) * kWarp + lane;
+    return Unit{row, packet, index * kLsePacketBytes,
+                rows_offset + row * row_bytes + packet * kPacketBytes};
   };
   const auto load = [&](int64_t in_whole, int packet) {
     Packet<T> loaded;
@@ -135,13 +144,11 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
       const uint32_t lse = NotEmpty(__float_as_uint(arrays.lse[in_whole]));
       const Packet<T> mine = Sendable(load(in_whole, unit.packet));
       if (poisoned) continue;
-      unsigned char* slot = view.slabs[peer] +
-                            SlotOffset(view.slot_bytes, world_size, epoch, peer, view.rank) +
-                            unit.in_slot;
-      if (lane == 0) StoreVolatile(slot, make_uint4(lse, 0, 0, 0));
+      unsigned char* slot =
+          view.slabs[peer] + SlotOffset(view.slot_bytes, world_size, epoch, peer, view.rank);
+      if (lane == 0) StoreVolatile(slot + unit.lse_offset, make_uint4(lse, 0, 0, 0));
       if (unit.packet < packets) {
-        StoreVolatile(slot + kLsePacketBytes + lane * kPacketBytes,
-                      *reinterpret_cast<const uint4*>(&mine));
+        StoreVolatile(slot + unit.packet_offset, *reinterpret_cast<const uint4*>(&mine));
       }
     }
   }
@@ -156,52 +163,53 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
     const Packet<T> own = load(in_whole, unit.packet);
     const auto slot_of = [&](int source) {
       return view.slabs[view.rank] +
-             SlotOffset(view.slot_bytes, world_size, epoch, view.rank, source) + unit.in_slot;
+             SlotOffset(view.slot_bytes, world_size, epoch, view.rank, source);
     };
 
     float sum[kElements] = {};
-    float combined;
+    Weights weights;
     bool have_lses = !poisoned;
     bool complete = !poisoned;
     if constexpr (kWorldSize == 2) {
       const int other = 1 - view.rank;
-      unsigned char* slot = slot_of(other);
+      unsigned char* lse_at = slot_of(other) + unit.lse_offset;
       // Lanes without a packet look at the LSE twice.
-      unsigned char* at = active ? slot + kLsePacketBytes + lane * kPacketBytes : slot;
+      unsigned char* at = active ? slot_of(other) + unit.packet_offset : lse_at;
       uint4 header = make_uint4(0, 0, 0, 0);
       Packet<T> theirs = own;
       if (!poisoned) {
-        have_lses = AwaitPackets(view, slot, at, other, &header, reinterpret_cast<uint4*>(&theirs),
-                                 &complete);
+        have_lses = AwaitPackets(view, lse_at, at, other, &header,
+                                 reinterpret_cast<uint4*>(&theirs), &complete);
         __syncwarp();  // all lanes have the LSE
-        if (have_lses && lane == 0) StoreVolatile(slot, EmptyPacket());
+        if (have_lses && lane == 0) StoreVolatile(lse_at, EmptyPacket());
         if (complete && active) StoreVolatile(at, EmptyPacket());
       }
       const float their_lse = __uint_as_float(header.x);
-      const bool first_rank = view.rank == 0;
-      const float lse[2] = {first_rank ? own_lse : their_lse, first_rank ? their_lse : own_lse};
-      float weight[2];
-      combined = WeighTwo(lse, params.base_two, weight);
-      Add(lse[0], weight[0], first_rank ? own : theirs, sum);
-      Add(lse[1], weight[1], first_rank ? theirs : own, sum);
+      const bool swap = view.rank != 0;
+      const float lse0 = swap ? their_lse : own_lse;
+      const float lse1 = swap ? own_lse : their_lse;
+      float weight0, weight1;
+      weights = WeighTwo(lse0, lse1, params.base_two, &weight0, &weight1);
+      Add(lse0, weight0, Either(swap, theirs, own), sum);
+      Add(lse1, weight1, Either(swap, own, theirs), sum);
     } else {
       float lse = own_lse;
       if (lane < world_size && lane != view.rank && !poisoned) {
         uint4 words;
-        have_lses = TakePacket(view, slot_of(lane), lane, &words);
+        have_lses = TakePacket(view, slot_of(lane) + unit.lse_offset, lane, &words);
         lse = __uint_as_float(words.x);
       }
       have_lses = __all_sync(kAllLanes, have_lses);
       complete = have_lses;
       float weight;
-      combined = Weigh(lse, lane, world_size, params.base_two, &weight);
+      weights = Weigh(lse, lane, world_size, params.base_two, &weight);
       for (int source = 0; source < world_size; ++source) {
         const float source_lse = __shfl_sync(kAllLanes, lse, source);
         const float source_weight = __shfl_sync(kAllLanes, weight, source);
         Packet<T> part = own;
         if (source != view.rank && active && complete) {
-          complete = TakePacket(view, slot_of(source) + kLsePacketBytes + lane * kPacketBytes,
-                                source, reinterpret_cast<uint4*>(&part));
+          complete = TakePacket(view, slot_of(source) + unit.packet_offset, source,
+                                reinterpret_cast<uint4*>(&part));
         }
         __syncwarp();
         Add(source_lse, source_weight, part, sum);
@@ -217,7 +225,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
       StorePacket(out + unit.row * head_dim + unit.packet * kElements, result, kElements, aligned);
     }
     if (unit.packet == 0 && arrays.out_lse != nullptr) {
-      arrays.out_lse[unit.row] = have_lses ? combined : __uint_as_float(kOtherNan);
+      arrays.out_lse[unit.row] =
+          have_lses ? weights.CombinedLse(params.base_two) : __uint_as_float(kOtherNan);
     }
   }
 }

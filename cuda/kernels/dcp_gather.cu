@@ -61,7 +61,7 @@ __device__ __forceinline__ void StoreWhole(const GatherTensor& tensor, int64_t o
 
 // kWorldSize: 0 reads it at run time.
 template <int kWorldSize, bool kOrdered>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksOnSm)
     DcpGatherKernel(const __grid_constant__ GatherParams params) {
   const ChannelView& view = ViewOf<kOrdered>(params);
   const int world_size = kWorldSize > 0 ? kWorldSize : view.world_size;

@@ -23,7 +23,7 @@ struct AllReduceParams {
 
 // kWorldSize: 0 reads it at run time. kKept: 0 reads x a second time instead of keeping it.
 template <typename T, int kWorldSize, int kKept, bool kOrdered>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksOnSm)
     AllReduceKernel(const __grid_constant__ AllReduceParams params) {
   static_assert(kKept <= kMaxKept);
   const ChannelView& view = ViewOf<kOrdered>(params);

@@ -45,7 +45,7 @@ __device__ __forceinline__ float BlockSum(float value, float* shared) {
 
 // kPackets: how many packets of a row a thread has.
 template <typename T, int kWorldSize, int kPackets, bool kOrdered>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     AllReduceRmsNormKernel(const __grid_constant__ RmsNormParams params) {
   __shared__ float shared[kWarp];
   const ChannelView& view = ViewOf<kOrdered>(params);

@@ -69,7 +69,7 @@ PeerMemory::PeerMemory(std::shared_ptr<PeerWords> words, const PoolOptions& opti
       exchange_(std::move(exchange)) {
   RelaxedCapture relaxed;
   const int64_t slot_bytes =
-      (spec.bytes + comm::kPacketBytes - 1) / comm::kPacketBytes * comm::kPacketBytes;
+      (spec.bytes + comm::kLineBytes - 1) / comm::kLineBytes * comm::kLineBytes;
   const int64_t slots_bytes = comm::kBuffers * (options.world_size - 1) * slot_bytes;
   // The destructor does not run when this throws: what was taken is given back here.
   try {

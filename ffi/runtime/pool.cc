@@ -9,7 +9,7 @@ namespace {
 
 // Epochs, the poison word and the addresses of the peers.
 constexpr int64_t kHeaderBytes = 4096;
-constexpr int64_t kPacketBytes = 16;
+constexpr int64_t kLineBytes = 128;
 constexpr int kBuffers = 2;
 
 int64_t RoundUp(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -55,7 +55,7 @@ std::string Channel::Name() const {
 }
 
 int64_t ChannelBytes(int64_t message_bytes, int world_size) {
-  return kHeaderBytes + kBuffers * (world_size - 1) * RoundUp(message_bytes, kPacketBytes);
+  return kHeaderBytes + kBuffers * (world_size - 1) * RoundUp(message_bytes, kLineBytes);
 }
 
 Lease::~Lease() {

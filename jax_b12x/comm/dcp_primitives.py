@@ -11,7 +11,7 @@ import numpy as np
 from jax.interpreters import batching
 
 from jax_b12x.comm import primitives
-from jax_b12x.comm.memory import PACKET_BYTES
+from jax_b12x.comm.memory import PACKET_BYTES, whole_lines
 from jax_b12x.comm.pool import Pool
 
 # bind(partial_out, lse, [token], heads_axis=..., base_two=..., return_lse=..., pool=..., ...)
@@ -25,12 +25,13 @@ _PART_BYTES = 32 * PACKET_BYTES
 def combine_bytes(partial_out: Any, world_size: int) -> int:
     """Returns the bytes that a combine sends to one peer.
 
-    A row (one token's head) goes in parts of up to 512 bytes, each after a packet with its LSE;
-    ``cuda/comm/dcp_layout.h`` has the same numbers.
+    For each part of a row (one token's head), of up to 512 bytes, a packet with its LSE; then, at a
+    new line, the rows. ``cuda/comm/dcp_layout.h`` has the same numbers.
     """
     row_bytes = partial_out.shape[-1] * np.dtype(partial_out.dtype).itemsize
     rows = math.prod(partial_out.shape[:-1]) // world_size
-    return int(rows * (-(-row_bytes // _PART_BYTES) * PACKET_BYTES + row_bytes))
+    parts = rows * -(-row_bytes // _PART_BYTES)
+    return int(whole_lines(parts * PACKET_BYTES) + rows * row_bytes)
 
 
 def gather_bytes(*arrays: Any) -> int:

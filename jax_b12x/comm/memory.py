@@ -12,6 +12,7 @@ ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 # numbers.
 HEADER_BYTES = 4096
 PACKET_BYTES = 16
+LINE_BYTES = 128
 BUFFERS = 2
 SMALLEST_LANE_BYTES = 4096
 # The longest row that the fused norm keeps in registers; `oneshot_all_reduce.h` says it in packets.
@@ -27,8 +28,12 @@ def channel_bytes(message_bytes: int, world_size: int) -> int:
       message_bytes: the largest message that the channel carries, in bytes a rank.
       world_size: the ranks of a group.
     """
-    packets = -(-message_bytes // PACKET_BYTES)
-    return HEADER_BYTES + BUFFERS * (world_size - 1) * packets * PACKET_BYTES
+    return HEADER_BYTES + BUFFERS * (world_size - 1) * whole_lines(message_bytes)
+
+
+def whole_lines(size: int) -> int:
+    """Returns the bytes of the lines that hold ``size`` bytes: 128 cross a link at once."""
+    return -(-size // LINE_BYTES) * LINE_BYTES
 
 
 def lane_message_bytes(message_bytes: int) -> int:

@@ -118,10 +118,15 @@ def _eights(elements: int) -> int:
     return -(-elements // 8)
 
 
+def _combine_message(elements: int) -> int:
+    rows = _eights(elements)
+    return -(-16 * rows // 128) * 128 + 32 * rows
+
+
 KINDS = (
     Kind("all_reduce", comm.ChannelPool, comm.all_reduce, rank_order_sum, lambda n: 4 * n),
     Kind("gather", comm.DcpPool, sum_by_gather, rank_order_sum, lambda n: 32 * _eights(n)),
-    Kind("combine", comm.DcpPool, mean_by_combine, rank_order_mean, lambda n: 48 * _eights(n)),
+    Kind("combine", comm.DcpPool, mean_by_combine, rank_order_mean, _combine_message),
 )
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 

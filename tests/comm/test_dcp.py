@@ -324,7 +324,8 @@ def test_vmap_makes_one_message_with_more_rows():
         out, _ = step(partials, lses)
         exact, _ = combine_oracle(partials, lses)
         np.testing.assert_allclose(whole(out, axis=-3), exact, rtol=1e-5, atol=1e-5)
-        assert [record.capacity for record in pool.records()] == [3 * 2 * 5 * (16 + 64)]
+        lse_bytes = 512  # 30 packets of 16 bytes, in whole lines
+        assert [record.capacity for record in pool.records()] == [lse_bytes + 30 * 64]
         step = on_each(mesh, jax.vmap(lambda q: comm.dcp_gather_heads(q, pool)))
         assert_same_bits(np.asarray(step(partials[:, :, 0]))[0], whole(partials[:, :, 0], axis=1))
 
@@ -376,7 +377,9 @@ def test_a_batch_beyond_2_to_the_31_elements_has_places_of_64_bits():
     ):
         local = heads // world_size
         assert batch * heads * head_dim > 2**31
-        row_bytes = -(-2 * head_dim // 512) * PACKET_BYTES + 2 * head_dim  # an LSE in 512 bytes
+        row_bytes = 2 * head_dim
+        # An LSE for each 512 bytes of a row, then the rows at a new line.
+        lses = -(-batch * local * -(-row_bytes // 512) * PACKET_BYTES // 128) * 128
         for token, head, rank in (
             (0, 0, 0),
             (batch // 2 + 1, local // 2, 1),
@@ -385,15 +388,15 @@ def test_a_batch_beyond_2_to_the_31_elements_has_places_of_64_bits():
             row = token * local + head
             assert places(batch, local, world_size, head_dim, 2, row, rank) == (
                 token * heads + rank * local + head,
-                row * row_bytes,
-                batch * local * row_bytes,
+                lses + row * row_bytes,
+                lses + batch * local * row_bytes,
             )
             # [heads, batch]: one outer row.
             row = head * batch + token
             assert places(1, local * batch, world_size, head_dim, 2, row, rank) == (
                 (rank * local + head) * batch + token,
-                row * row_bytes,
-                batch * local * row_bytes,
+                lses + row * row_bytes,
+                lses + batch * local * row_bytes,
             )
 
 

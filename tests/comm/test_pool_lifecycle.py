@@ -245,7 +245,7 @@ def test_the_environment_is_refused_with_the_allowed_forms(monkeypatch, variable
         ({"axis": "ep"}, "axis must name axes of the mesh"),
         ({"isolation": "stream"}, "isolation must be one of call_site, executable, lane"),
         ({"timeout": 0}, "timeout must be between"),
-        ({"max_bytes": 4127}, "max_bytes must be at least 4128, which the smallest channel of 2"),
+        ({"max_bytes": 4351}, "max_bytes must be at least 4352, which the smallest channel of 2"),
         ({"cutoff": "lots"}, "cutoff='lots' is not understood"),
         ({"cutoff": -1}, "cutoff must be 0 or more"),
         ({"transport": "smoke"}, "transport must be one of peer, ipc, host, xla"),
