@@ -41,6 +41,7 @@ def times(
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(1 + 4.5 * len(panels), 4.2), squeeze=False, sharey=True
     )
+    explained: set[str] = set()
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
         for what, points in lines.items():
             points.sort()
@@ -53,8 +54,10 @@ def times(
         axis.set_xlabel(x.replace("_", " "))
         axis.set_title(title, fontsize=9)
         axis.grid(True, which="major", alpha=0.3)
+        if explained != set(lines):
+            axis.legend(fontsize=8)
+            explained = set(lines)
     axes[0][0].set_ylabel("µs per call (median)")
-    axes[0][0].legend(fontsize=8)
     save(figure, report, path)
 
 
