@@ -8,7 +8,7 @@ from jax_b12x.comm.topology import Topology
 # `python -m jax_b12x bench comm` on two H200s: one shot is 1.7 times faster than `lax.psum` at
 # 4 MiB, 1.3 times at 8 MiB, and loses from 32 MiB on. What is left to gain above 4 MiB is not worth
 # the memory that channels of that size take. With more ranks each sends its message more often.
-# `bench dcp` says the same: a combine is 1.7 times as fast as `lax.all_to_all` at 4 MiB and a gather
+# `bench dcp` says the same: a combine is 1.7 times as fast as `lax.all_to_all` at 4 MiB, a gather
 # 2.1 times as fast as `lax.all_gather`; at 16 MiB 1.2 and 1.4 times.
 _GPU_CUTOFF_OF_TWO_RANKS = 4 * 1024**2
 _CPU_CUTOFF = 8 * 1024**2
