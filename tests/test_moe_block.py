@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from moe_inputs import random_tokens, random_weights
 
 from jax_b12x import capability, moe, workspace
@@ -272,6 +274,43 @@ def test_vmap_over_tokens_is_one_block_of_more_tokens(rng, kind):
     )
     for one, other in zip(mapped, whole, strict=True):
         np.testing.assert_array_equal(bits(one).reshape(other.shape), bits(other))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_inside_shard_map_each_device_runs_its_tokens(rng, kind, check_vma):
+    x, _, router, weights, shared = make_inputs(rng, kind, num_tokens=6)
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    plan = make_plan(kind, num_tokens=3)
+    mapped = jax.jit(
+        jax.shard_map(
+            lambda x: moe.moe_block(x, weights, router=router, shared=shared, plan=plan),
+            mesh=mesh,
+            in_specs=P("d"),
+            out_specs=P("d"),
+            check_vma=check_vma,
+        )
+    )
+    apart = mapped(jax.device_put(x, NamedSharding(mesh, P("d"))))
+    whole = moe.moe_block(
+        x, weights, router=router, shared=shared, plan=make_plan(kind, num_tokens=6)
+    )
+    for one, other in zip(apart, whole, strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
+
+
+def test_an_exported_block_gives_the_same_bits(rng):
+    x, _, router, weights, shared = make_inputs(rng, "dense")
+    plan = make_plan("dense")
+
+    def block(x):
+        return tuple(moe.moe_block(x, weights, router=router, shared=shared, plan=plan))
+
+    stable = jax.export.DisabledSafetyCheck.custom_call(moe.BLOCK_TARGET)
+    exported = jax.export.export(jax.jit(block), disabled_checks=[stable])(x)
+    again = jax.export.deserialize(exported.serialize())
+    for one, other in zip(again.call(x), block(x), strict=True):
+        np.testing.assert_array_equal(bits(one), bits(other))
 
 
 def test_differentiating_says_what_to_differentiate_instead(rng):

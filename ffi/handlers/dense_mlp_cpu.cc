@@ -1,11 +1,10 @@
 // `b12x_dense_mlp` on the `cpu` platform: decodes and checks a call, runs the host code.
 #include <cstdint>
-#include <functional>
 #include <string_view>
-#include <utility>
 
 #include "ffi/handlers/dense_mlp_call.h"
 #include "ffi/handlers/families.h"
+#include "ffi/handlers/host_executor.h"
 #include "ffi/host/dense_mlp.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -48,10 +47,7 @@ xffi::Error DenseMlpCpu(xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffe
   if (static_cast<int64_t>(scratch->size_bytes()) < host::DenseMlpScratchBytes(problem)) {
     return xffi::Error::InvalidArgument("b12x_dense_mlp on cpu: scratch is too small");
   }
-  host::Executor executor;
-  executor.num_threads = pool.num_threads();
-  executor.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
-  host::RunDenseMlp(problem, executor);
+  host::RunDenseMlp(problem, ExecutorOf(pool));
   return xffi::Error::Success();
 }
 

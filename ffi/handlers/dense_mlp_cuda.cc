@@ -2,12 +2,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 #include <string_view>
 
 #include "cuda/launch/dense_mlp.h"
 #include "ffi/handlers/dense_mlp_call.h"
 #include "ffi/handlers/families.h"
+#include "ffi/handlers/launched.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace b12x::ffi {
@@ -31,16 +31,9 @@ xffi::Error DenseMlpCuda(cudaStream_t stream, xffi::AnyBuffer x, xffi::AnyBuffer
   xffi::Error error = ReadActivation(activation, &params.activation);
   if (error.success()) error = ReadDenseMlpBuffers(buffers, &params);
   if (error.failure()) return error;
-  const LaunchStatus status = launch_dense_mlp(params, scratch->typed_data(),
-                                               static_cast<int64_t>(scratch->size_bytes()), stream);
-  if (status.reason != nullptr) {
-    return xffi::Error::InvalidArgument(std::string("b12x_dense_mlp on CUDA: ") + status.reason);
-  }
-  if (status.error != cudaSuccess) {
-    return xffi::Error::Internal(std::string("b12x_dense_mlp on CUDA: the launch failed: ") +
-                                 cudaGetErrorString(status.error));
-  }
-  return xffi::Error::Success();
+  return Launched(launch_dense_mlp(params, scratch->typed_data(),
+                                   static_cast<int64_t>(scratch->size_bytes()), stream),
+                  "b12x_dense_mlp on CUDA");
 }
 
 XLA_FFI_DEFINE_HANDLER(kDenseMlpCuda, DenseMlpCuda,

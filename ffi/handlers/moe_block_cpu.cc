@@ -5,6 +5,7 @@
 
 #include "ffi/handlers/block_call.h"
 #include "ffi/handlers/families.h"
+#include "ffi/handlers/host_executor.h"
 #include "ffi/handlers/moe_call_cpu.h"
 #include "ffi/handlers/workspace_call.h"
 #include "ffi/host/add.h"

@@ -12,6 +12,7 @@
 #include "cuda/launch/router.h"
 #include "ffi/handlers/block_call.h"
 #include "ffi/handlers/families.h"
+#include "ffi/handlers/launched.h"
 #include "ffi/handlers/moe_call_cuda.h"
 #include "ffi/handlers/workspace_call.h"
 #include "ffi/runtime/captured_graph.h"

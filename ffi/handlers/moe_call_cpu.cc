@@ -186,11 +186,4 @@ xffi::Error ReadMoeCall(const xffi::Dictionary& dictionary, const MoeBuffers& bu
   return ReadBuffers(attributes, buffers, problem);
 }
 
-host::Executor ExecutorOf(xffi::ThreadPool& pool) {
-  host::Executor executor;
-  executor.num_threads = pool.num_threads();
-  executor.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
-  return executor;
-}
-
 }  // namespace b12x::ffi

@@ -12,9 +12,6 @@ namespace b12x::ffi {
 xla::ffi::Error ReadMoeCall(const xla::ffi::Dictionary& attributes, const MoeBuffers& buffers,
                             host::MoeProblem* problem);
 
-// `pool` has to outlive it.
-host::Executor ExecutorOf(xla::ffi::ThreadPool& pool);
-
 }  // namespace b12x::ffi
 
 #endif  // JAX_B12X_FFI_HANDLERS_MOE_CALL_CPU_H_

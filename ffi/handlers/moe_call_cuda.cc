@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/handlers/launched.h"
+
 namespace b12x::ffi {
 namespace {
 
@@ -198,14 +200,6 @@ xffi::Error LaunchMoe(const MoeCall& call, cudaStream_t stream) {
   return Launched(launch_moe_decode(call.params, call.recipe, call.launch, call.scratch,
                                     call.scratch_bytes, stream, call.residency),
                   "b12x_moe on CUDA");
-}
-
-xffi::Error Launched(const LaunchStatus& status, const std::string& what) {
-  if (status.reason != nullptr) return xffi::Error::InvalidArgument(what + ": " + status.reason);
-  if (status.error != cudaSuccess) {
-    return xffi::Error::Internal(what + ": the launch failed: " + cudaGetErrorString(status.error));
-  }
-  return xffi::Error::Success();
 }
 
 }  // namespace b12x::ffi

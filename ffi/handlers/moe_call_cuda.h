@@ -5,7 +5,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 
 #include "cuda/launch/moe_decode.h"
 #include "ffi/handlers/moe_attributes.h"
@@ -41,9 +40,6 @@ xla::ffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, cu
 void UseBarrier(const runtime::CudaWorkspace* workspace, int64_t offset, MoeCall* call);
 
 xla::ffi::Error LaunchMoe(const MoeCall& call, cudaStream_t stream);
-
-// The outcome of a launch, as an error that begins with `what`.
-xla::ffi::Error Launched(const LaunchStatus& status, const std::string& what);
 
 }  // namespace b12x::ffi
 

@@ -2,6 +2,7 @@
 // kernels. Python has checked the same before; a program that was stored and is run elsewhere has
 // only this.
 #include "ffi/handlers/families.h"
+#include "ffi/handlers/host_executor.h"
 #include "ffi/handlers/moe_call_cpu.h"
 #include "ffi/handlers/workspace_call.h"
 #include "xla/ffi/api/ffi.h"

@@ -1,10 +1,9 @@
 // `b12x_router` on the `cpu` platform: decodes and checks a call, runs the host code.
 #include <cstdint>
-#include <functional>
 #include <string_view>
-#include <utility>
 
 #include "ffi/handlers/families.h"
+#include "ffi/handlers/host_executor.h"
 #include "ffi/handlers/router_call.h"
 #include "ffi/host/router.h"
 #include "xla/ffi/api/ffi.h"
@@ -30,10 +29,7 @@ xffi::Error RouterCpu(xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer 
   if (static_cast<int64_t>(scratch->size_bytes()) < host::RouterScratchBytes(problem)) {
     return xffi::Error::InvalidArgument("b12x_router on cpu: scratch is too small");
   }
-  host::Executor executor;
-  executor.num_threads = pool.num_threads();
-  executor.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
-  host::RunRouter(problem, executor);
+  host::RunRouter(problem, ExecutorOf(pool));
   return xffi::Error::Success();
 }
 

@@ -2,11 +2,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 #include <string_view>
 
 #include "cuda/launch/router.h"
 #include "ffi/handlers/families.h"
+#include "ffi/handlers/launched.h"
 #include "ffi/handlers/router_call.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -27,15 +27,7 @@ xffi::Error RouterCuda(cudaStream_t stream, xffi::AnyBuffer x, xffi::AnyBuffer w
   xffi::Error error =
       ReadRouterCall(buffers, {scoring, renormalize, scale, num_groups, topk_groups}, &params);
   if (error.failure()) return error;
-  const LaunchStatus status = launch_router(params, stream);
-  if (status.reason != nullptr) {
-    return xffi::Error::InvalidArgument(std::string("b12x_router on CUDA: ") + status.reason);
-  }
-  if (status.error != cudaSuccess) {
-    return xffi::Error::Internal(std::string("b12x_router on CUDA: the launch failed: ") +
-                                 cudaGetErrorString(status.error));
-  }
-  return xffi::Error::Success();
+  return Launched(launch_router(params, stream), "b12x_router on CUDA");
 }
 
 XLA_FFI_DEFINE_HANDLER(kRouterCuda, RouterCuda,

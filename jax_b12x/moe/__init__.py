@@ -1,6 +1,7 @@
 """Mixture of experts: recipes, plans, weights, routing and the op."""
 
 from jax_b12x.moe import reference, routing
+from jax_b12x.moe.block import TARGET as BLOCK_TARGET
 from jax_b12x.moe.block import BlockResult, RouterParams, moe_block, record_launches
 from jax_b12x.moe.block_plan import BlockOrder, BlockPlan, DensePlan, plan_block
 from jax_b12x.moe.checkpoint import (
@@ -21,6 +22,7 @@ from jax_b12x.moe.recipe import RECIPES, SILU, SWIGLU_OAI, Activation, Recipe, g
 from jax_b12x.moe.weights import ExpertWeights
 
 __all__ = [
+    "BLOCK_TARGET",
     "RECIPES",
     "SILU",
     "SWIGLU_OAI",
