@@ -7,101 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
-from moe_inputs import random_weights
+from jax.sharding import PartitionSpec
+from layer_inputs import HIDDEN, INTERMEDIATE, make_layer, make_params, make_x, mesh_of, oracle
 
 from jax_b12x import comm, lane, moe
-from jax_b12x.moe import layer_routes, reference, sharding
+from jax_b12x.moe import layer_routes, sharding
 
 P = PartitionSpec
-HIDDEN, INTERMEDIATE, SHARED = 64, 128, 64
-
-
-def make_layer(**changes):
-    fields = {
-        "hidden": HIDDEN,
-        "intermediate": INTERMEDIATE,
-        "num_experts": 8,
-        "top_k": 3,
-        "shared_intermediate": SHARED,
-    }
-    return moe.MoELayer(**{**fields, **changes})
-
-
-def make_params(rng, layer, *, bias=False, dtype=jnp.float32):
-    size = {"hidden": layer.hidden, "num_experts": layer.num_experts}
-    experts = random_weights(
-        rng, intermediate=layer.intermediate, weight_format=layer.weight_format, bias=bias, **size
-    )
-    shared = None
-    if layer.shared_intermediate and layer.shared_format == "dense":
-        columns = layer.shared_intermediate
-        w13 = rng.normal(size=(2 * columns, layer.hidden)) / np.sqrt(layer.hidden)
-        w2 = rng.normal(size=(layer.hidden, columns)) / np.sqrt(columns)
-        shared = moe.DenseExpert(jnp.asarray(w13, dtype), jnp.asarray(w2, dtype))
-        if bias:
-            shared = dataclasses.replace(
-                shared,
-                w13_bias=jnp.asarray(rng.normal(size=2 * columns), jnp.float32),
-                w2_bias=jnp.asarray(rng.normal(size=layer.hidden), jnp.float32),
-                shared_gate=jnp.asarray(rng.normal(size=layer.hidden) / 8, dtype),
-            )
-    elif layer.shared_intermediate:
-        shared = random_weights(
-            rng, hidden=layer.hidden, intermediate=layer.shared_intermediate, num_experts=1
-        )
-    router = rng.normal(size=(layer.num_experts, layer.hidden))
-    router_bias = rng.normal(size=layer.num_experts) / 10 if bias else None
-    return moe.LayerParams(
-        jnp.asarray(router, dtype),
-        experts,
-        shared,
-        None if router_bias is None else jnp.asarray(router_bias, jnp.float32),
-    )
-
-
-def make_x(rng, num_tokens, dtype=jnp.float32):
-    return jnp.asarray(rng.normal(size=(num_tokens, HIDDEN)), dtype)
-
-
-def mesh_of(**axes):
-    count = int(np.prod(list(axes.values())))
-    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes))
 
 
 @pytest.fixture
 def rng():
     return np.random.default_rng(7)
-
-
-# Compiled once for each shape: the oracle is called a route at a time.
-reference_moe = jax.jit(reference.moe, static_argnames=("recipe", "activation"))
-
-
-def oracle(layer, x, params):
-    """The layer on one device in fp32, not rounded, by the op's reference; and its magnitude.
-
-    The magnitude of an output is the sum of the magnitudes of the routes' and the shared expert's
-    outputs: rounding errors of sums in any order are relative to that.
-    """
-    exact = dataclasses.replace(layer, mesh=None, tensor_axis=None, expert_axis=None)
-    ids, weights = layer_routes.routes(exact, x, params, None, decode=False)
-    wide = x.astype(jnp.float32)
-    act = {"recipe": layer.recipe, "activation": layer.activation}
-    total = magnitude = jnp.zeros(x.shape, jnp.float32)
-    for k in range(layer.top_k):
-        one = reference_moe(wide, params.experts, ids[:, k : k + 1], weights[:, k : k + 1], **act)
-        total, magnitude = total + one, magnitude + jnp.abs(one)
-    if isinstance(params.shared, moe.DenseExpert):
-        expert = jax.tree.map(lambda array: array.astype(jnp.float32), params.shared)
-        y = reference.dense_mlp(wide, expert, activation=layer.activation)
-        total, magnitude = total + y, magnitude + jnp.abs(y)
-    elif params.shared is not None:
-        zeros, ones = jnp.zeros((len(x), 1), jnp.int32), jnp.ones((len(x), 1))
-        y = reference_moe(wide, params.shared, zeros, ones, **act)
-        total, magnitude = total + y, magnitude + jnp.abs(y)
-    return np.asarray(total), np.asarray(magnitude)
 
 
 def assert_within_fp32(out, whole, magnitude, *, world_size):

@@ -185,6 +185,15 @@ def test_the_table_is_asked_for_one_devices_part():
     assert decide(layer, 1, measured=own).routed.implementation == "split"
 
 
+def test_a_number_of_tokens_that_was_not_measured_goes_by_the_next_larger_one():
+    layer = make_layer()
+    fast, slow = (OverlapTimes(50.0, split, "2026-01-31") for split in (40.0, 60.0))
+    measured = {layer.local.overlap_case: {2: fast, 4: slow, 6: fast}}
+    chosen = {n: decide(layer, n, measured=measured).routed.implementation for n in range(1, 9)}
+    split, fused = "split", "fused"
+    assert list(chosen.values()) == [split, split, fused, fused, split, split, fused, fused]
+
+
 def test_what_was_measured_has_a_date_and_is_of_a_recipe_that_may_split():
     for case, rows in overlap_measured.MEASURED.items():
         assert case.recipe in layer_plan.SPLIT_RECIPES
@@ -248,11 +257,11 @@ def test_explain_says_why_split_decode_was_chosen_or_not(monkeypatch):
     layer = make_layer()
     won = decide(layer, 1, measured=measured_for(layer, split=40.0))
     assert won.reasons[0] == (
-        "split decode beside the shared expert took 40.0 µs, fused decode 50.0 (measured "
-        "2026-01-31)"
+        "split decode is the faster with the shared expert: fused 50.0 µs, split 40.0 (measured "
+        "with 1 token, 2026-01-31)"
     )
     lost = decide(layer, 1, measured=measured_for(layer, split=60.0))
-    assert lost.reasons[0].startswith("fused decode took 50.0 µs with the shared expert")
+    assert lost.reasons[0].startswith("fused decode is the faster with the shared expert: fused 50")
     alone = make_layer(shared_intermediate=0).explain(1, device=H200)
     assert "no shared expert: nothing to run beside the routed ones" in alone
     assert "  reduction       none" in alone

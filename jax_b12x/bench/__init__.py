@@ -44,6 +44,7 @@ class Benchmark(Protocol):
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "comm": ("jax_b12x.bench.comm", "one-shot all-reduce beside lax.psum"),
     "dcp": ("jax_b12x.bench.dcp", "exchanges of decode context parallelism beside lax.all_to_all"),
+    "layer": ("jax_b12x.bench.layer", "a layer with its shared expert overlapped, or split"),
     "moe": ("jax_b12x.bench.moe", "one mixture-of-experts layer against what JAX has"),
 }
 

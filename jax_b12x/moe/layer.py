@@ -29,7 +29,7 @@ from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.layer_params import LayerParams
 from jax_b12x.moe.layer_plan import LayerPlan, LocalShapes, SharedFormat
 from jax_b12x.moe.op import fused_moe
-from jax_b12x.moe.plan import MoePlan
+from jax_b12x.moe.plan import Implementation, MoePlan
 from jax_b12x.moe.recipe import SILU, Activation, RecipeName, WeightFormat
 from jax_b12x.moe.weights import ExpertWeights
 
@@ -156,6 +156,7 @@ class MoELayer:
         *,
         dtype: DTypeLike = jnp.bfloat16,
         device: DeviceCapability | None = None,
+        implementation: Implementation | None = None,
     ) -> LayerPlan:
         """Returns how each device runs its part, for so many tokens; what a call asks as well.
 
@@ -163,6 +164,7 @@ class MoELayer:
           num_tokens: rows of ``x``.
           dtype: of ``x``.
           device: what to plan for; a device of the mesh, or the default one, if not given.
+          implementation: forces how routed experts are launched, as in :func:`jax_b12x.moe.plan`.
 
         Raises:
           ValueError: as for :func:`jax_b12x.moe.plan`.
@@ -174,6 +176,7 @@ class MoELayer:
             dtype=dtype,
             device=device or self._device(),
             overlap=self.overlap,
+            implementation=implementation,
             router_in_block=self.expert_axis is None and layer_routes.fits_kernel(self),
         )
 
@@ -347,10 +350,9 @@ class MoELayer:
         token_mask: jax.Array | None,
         norm: tuple[jax.Array, jax.Array, float] | None,
     ) -> Any:
-        layer_checks.check_local(self, params)
         if pool is not None:
             x = call.vary(x, pool)  # what is computed from it is a device's part
-        partial = self._partial(x, params, token_mask)
+        partial = self.partial(x, params, token_mask=token_mask)
         if norm is not None:
             residual, weight, eps = norm
             if pool is None:
@@ -358,11 +360,29 @@ class MoELayer:
             return comm.all_reduce_rms_norm(partial, residual, weight, eps, pool)
         return partial if pool is None else comm.all_reduce(partial, pool)
 
-    def _partial(
-        self, x: jax.Array, params: LayerParams, token_mask: jax.Array | None
+    def partial(
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        *,
+        token_mask: jax.Array | None = None,
+        plan: LayerPlan | None = None,
     ) -> jax.Array:
-        """Returns this device's part of the sum, rounded once to ``x.dtype``."""
-        made = self.plan(x.shape[0], dtype=x.dtype)
+        """Returns one device's part of the sum, without the reduction.
+
+        For code that reduces in its own way: inside ``shard_map`` where the layer has a mesh.
+
+        Args:
+          x: as for :meth:`__call__`; inside ``shard_map`` marked as varying over the layer's axes.
+          params: as for :meth:`__call__`.
+          token_mask: as for :meth:`__call__`.
+          plan: how to run it, from :meth:`plan`; made from the arguments if not given.
+
+        Returns:
+          ``x.dtype[num_tokens, hidden]``.
+        """
+        layer_checks.check_local(self, params)
+        made = plan or self.plan(x.shape[0], dtype=x.dtype)
         if made.block is None:
             ids, weights = layer_routes.routes(self, x, params, token_mask, decode=False)
             routed = fused_moe(x, params.experts, ids, weights, plan=made.routed)

@@ -16,7 +16,7 @@ from jax_b12x.capability import DeviceCapability
 from jax_b12x.moe import overlap_measured
 from jax_b12x.moe.block_plan import BlockOrder, BlockPlan, DensePlan, OverlapChoice, plan_block
 from jax_b12x.moe.overlap_measured import OverlapCase, OverlapTimes
-from jax_b12x.moe.plan import MoePlan
+from jax_b12x.moe.plan import Implementation, MoePlan
 from jax_b12x.moe.plan import plan as make_plan
 from jax_b12x.moe.recipe import Activation, RecipeName, WeightFormat
 
@@ -99,6 +99,7 @@ def decide(
     dtype: DTypeLike,
     device: DeviceCapability,
     overlap: OverlapChoice = "auto",
+    implementation: Implementation | None = None,
     router_in_block: bool = True,
     split_decode: bool | None = None,
     measured: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = overlap_measured.MEASURED,
@@ -111,6 +112,7 @@ def decide(
       dtype: of ``x``.
       device: what it runs on.
       overlap: ``"off"`` runs the shared expert in a row with the routed ones.
+      implementation: forces how routed experts are launched.
       router_in_block: whether the block may route; otherwise it is given routes.
       split_decode: forces split (true) or fused (false) decode of the recipes that
         ``B12X_NVFP4_SPLIT_DECODE`` forces; that is read where this is not given.
@@ -126,28 +128,26 @@ def decide(
     choice = split_decode
     case = shapes.overlap_case
     may_split = shapes.recipe in SPLIT_RECIPES and num_tokens <= MAX_SPLIT_TOKENS
-    if split_decode is not None and shapes.recipe in SPLIT_RECIPES:
+    forced = split_decode is not None and shapes.recipe in SPLIT_RECIPES
+    if forced or implementation is not None:
         pass  # the plan says so, where it matters
     elif case is None:
         reasons.append("no shared expert: nothing to run beside the routed ones")
     elif overlap == "off":
         reasons.append("overlap is off: nothing runs beside the routed experts")
     elif may_split:
-        times = overlap_measured.lookup(case, num_tokens, device, measured)
-        if times is None:
+        row = overlap_measured.lookup(case, num_tokens, device, measured)
+        if row is None:
             reasons.append(
                 "split decode beside the shared expert was not measured for this: not preferred"
             )
-        elif times.split < times.fused:
-            choice = True
-            reasons.append(
-                f"split decode beside the shared expert took {times.split:.1f} µs, fused decode "
-                f"{times.fused:.1f} (measured {times.date})"
-            )
         else:
+            tokens, times = row
+            choice = True if times.split < times.fused else None
             reasons.append(
-                f"fused decode took {times.fused:.1f} µs with the shared expert, split decode "
-                f"beside it {times.split:.1f} (measured {times.date})"
+                f"{'split' if choice else 'fused'} decode is the faster with the shared expert: "
+                f"fused {times.fused:.1f} µs, split {times.split:.1f} (measured with {tokens} "
+                f"token{'' if tokens == 1 else 's'}, {times.date})"
             )
     routed = make_plan(
         shapes.recipe,
@@ -159,6 +159,7 @@ def decide(
         dtype=dtype,
         activation=shapes.activation,
         weight_format=shapes.weight_format,
+        implementation=implementation,
         device=device,
         split_decode=choice,
     )

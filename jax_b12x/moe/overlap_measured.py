@@ -62,8 +62,18 @@ def lookup(
     num_tokens: int,
     device: DeviceCapability,
     measured: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = MEASURED,
-) -> OverlapTimes | None:
-    """Returns what was measured, or ``None`` where nothing was for just this on such a device."""
+) -> tuple[int, OverlapTimes] | None:
+    """Returns what was measured for as many tokens, or else for the next larger number.
+
+    Returns:
+      The number of tokens that was measured and its times; ``None`` where nothing was measured for
+      just this case on such a device.
+    """
     if (device.sm, device.sm_count) != _MEASURED_ON:
         return None
-    return measured.get(case, {}).get(num_tokens)
+    rows = measured.get(case, {})
+    return min(
+        ((tokens, times) for tokens, times in rows.items() if tokens >= num_tokens),
+        key=lambda row: row[0],
+        default=None,
+    )

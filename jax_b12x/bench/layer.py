@@ -1,0 +1,377 @@
+"""``bench layer``: what overlapping the shared expert saves, and what splitting a layer costs.
+
+A program is a chain of layers, each with weights of its own, together larger than the L2 cache. The
+input of a layer is drawn for it, plus a little of the output of the one before, so that layers
+cannot run at once and every layer routes as random tokens do. That step is an elementwise kernel,
+which is in every time; alone it is the column ``step``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from jax_b12x import capability, comm, moe
+from jax_b12x.bench import Progress, layer_data, options
+from jax_b12x.bench import plot as plot_lib
+from jax_b12x.bench.measurement import Environment, Measurement, Report, Value
+from jax_b12x.bench.timing import chains
+from jax_b12x.moe.overlap_measured import OverlapCase, OverlapTimes
+from jax_b12x.moe.recipe import RECIPES
+
+_AXIS = "tp"
+_LAYERS = 8  # of a chain: with one token each of the default shape they read 0.6 GB
+_REPEATS = 4  # of a chain in a program, so that calling it does not show
+_FEEDBACK = 2.0**-10
+_OVERLAPPED: tuple[moe.Implementation, ...] = ("fused", "split")
+
+T = TypeVar("T")
+# One layer of a chain: its input and its parameters, to its output.
+Step = Callable[[jax.Array, Any], jax.Array]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the benchmark's own options."""
+    parser.add_argument(
+        "--shape",
+        type=options.shapes,
+        metavar="HxI",
+        help="hidden x intermediate of routed and shared experts (default: 4096x1408; on a CPU "
+        "512x256)",
+    )
+    parser.add_argument("--experts", type=options.positive, metavar="E", help="default: 128; 16")
+    parser.add_argument("--top-k", type=options.positive, metavar="K", help="default: 8; 4")
+    parser.add_argument(
+        "--shared",
+        type=options.one_or_more_of(("dense", "nvfp4")),
+        default=("dense", "nvfp4"),
+        metavar="F,...",
+        help="formats of the shared expert (default: dense,nvfp4)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=options.positives,
+        default=tuple(range(1, 9)),
+        metavar="T,...",
+        help="numbers of tokens (default: 1 to 8)",
+    )
+    parser.add_argument(
+        "--recipes",
+        type=options.one_or_more_of(tuple(RECIPES)),
+        default=tuple(RECIPES),
+        metavar="R,...",
+        help=f"of {', '.join(RECIPES)} (default: all)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=options.positive,
+        default=1,
+        metavar="N",
+        help="with 2 or more: the layer split over so many devices, beside its parts",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+    parser.add_argument("--samples", type=options.positive, default=9)
+
+
+def run(args: argparse.Namespace, progress: Progress) -> Report:
+    """Measures."""
+    devices = capability.devices()
+    if len(devices) < args.ranks:
+        raise ValueError(f"--ranks is {args.ranks}; JAX sees {len(devices)} device(s)")
+    on_gpu = capability.current().platform == "cuda"
+    ((hidden, intermediate),) = args.shape or (((4096, 1408),) if on_gpu else ((512, 256),))
+    experts = args.experts or (128 if on_gpu else 16)
+    top_k = args.top_k or (8 if on_gpu else 4)
+    mesh = Mesh(np.array(devices[: args.ranks]), (_AXIS,)) if args.ranks > 1 else None
+    base = moe.MoELayer(
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=experts,
+        top_k=top_k,
+        shared_intermediate=intermediate,
+        mesh=mesh,
+        tensor_axis=None if mesh is None else _AXIS,
+    )
+    bench = _Bench(args, base, progress)
+    measure = bench.overlap if mesh is None else bench.split
+    measurements = [
+        measurement for shared_format in args.shared for measurement in measure(shared_format)
+    ]
+    arguments = {name: value for name, value in vars(args).items() if name in _ARGUMENTS}
+    return Report("layer", arguments, Environment.current(), tuple(measurements))
+
+
+_ARGUMENTS = (
+    "experts",
+    "ranks",
+    "recipes",
+    "samples",
+    "seed",
+    "shape",
+    "shared",
+    "tokens",
+    "top_k",
+)
+
+
+class _Bench:
+    """One layer shape, with the weights of a chain."""
+
+    def __init__(self, args: argparse.Namespace, base: moe.MoELayer, progress: Progress):
+        self.args = args
+        self.base = base
+        self.progress = progress
+        progress("drawing experts")
+        self.params = layer_data.random_chain(base, _LAYERS, args.seed)
+
+    def overlap(self, shared_format: Any) -> list[Measurement]:
+        """Times shared and routed experts alone, in a row, and overlapped."""
+        params = layer_data.with_shared(self.base, self.params, shared_format, self.args.seed)
+        alone = [dataclasses.replace(one, shared=None) for one in params]
+        measurements: list[Measurement] = []
+        for recipe in self.args.recipes:
+            layer = dataclasses.replace(self.base, recipe=recipe, shared_format=shared_format)
+            routed = dataclasses.replace(layer, shared_intermediate=0)
+            for tokens in self.args.tokens:
+                self.progress(f"{recipe}, {shared_format} shared expert, {tokens} tokens")
+                calls = {
+                    "step": self._chain(_nothing, tokens, alone),
+                    "shared": self._chain(_shared_alone(layer, tokens), tokens, params),
+                    "routed": self._chain(routed.partial, tokens, alone),
+                    "serial": self._chain(
+                        _forced(dataclasses.replace(layer, overlap="off"), tokens, "fused"),
+                        tokens,
+                        params,
+                    ),
+                }
+                for launch in _OVERLAPPED:
+                    calls[launch] = self._chain(_forced(layer, tokens, launch), tokens, params)
+                case = {
+                    **self._case(layer, tokens),
+                    **{f"{launch}_order": _order(layer, tokens, launch) for launch in _OVERLAPPED},
+                }
+                measurements += self._chains(calls, case)
+        return measurements
+
+    def split(self, shared_format: Any) -> list[Measurement]:
+        """Times a layer that is split over devices beside its parts."""
+        params = layer_data.with_shared(self.base, self.params, shared_format, self.args.seed)
+        measurements: list[Measurement] = []
+        assert self.base.mesh is not None
+        for recipe in self.args.recipes:
+            layer = dataclasses.replace(self.base, recipe=recipe, shared_format=shared_format)
+            for tokens in self.args.tokens:
+                self.progress(f"{recipe}, {shared_format} shared expert, {tokens} tokens")
+                with comm.ChannelPool(self.base.mesh, _AXIS, timeout=20) as pool:
+                    calls = {
+                        "step": self._chain(_nothing, tokens, params),
+                        "experts": self._chain(layer.partial, tokens, params),
+                        "all_reduce": self._chain(
+                            functools.partial(_reduced, pool), tokens, params
+                        ),
+                        "layer": self._chain(functools.partial(layer, pool=pool), tokens, params),
+                        "psum": self._chain(functools.partial(_psum_layer, layer), tokens, params),
+                    }
+                    case = self._case(layer, tokens)
+                    measurements += self._chains(calls, case)
+                    del calls
+        return measurements
+
+    def _case(self, layer: moe.MoELayer, tokens: int) -> dict[str, Value]:
+        local = layer.local
+        return {
+            "recipe": layer.recipe,
+            "hidden": layer.hidden,
+            "intermediate": local.intermediate,
+            "num_experts": local.num_experts,
+            "top_k": local.top_k,
+            "shared_format": layer.shared_format,
+            "shared_intermediate": local.shared_intermediate,
+            "ranks": layer.world_size,
+            "num_tokens": tokens,
+        }
+
+    def _chain(
+        self, step: Step, num_tokens: int, params: list[moe.LayerParams]
+    ) -> Callable[[], Callable[[], Any]]:
+        """Returns what compiles a program that runs a chain several times, to a call of it."""
+        xs = jax.random.normal(
+            jax.random.key(self.args.seed + num_tokens),
+            (_LAYERS, num_tokens, self.base.hidden),
+            jnp.bfloat16,
+        )
+        mesh = self.base.mesh
+
+        def program(xs: jax.Array, params: list[moe.LayerParams]) -> jax.Array:
+            if mesh is not None:
+                # Parts differ from device to device; the chain goes on with each device's own.
+                xs = lax.pcast(xs, (_AXIS,), to="varying")
+            out = jnp.zeros_like(xs[0])
+            for _ in range(_REPEATS):
+                for index, one in enumerate(params):
+                    out = step(xs[index] + out * _FEEDBACK, one)
+                    if mesh is None:
+                        continue
+                    if _AXIS not in jax.typeof(out).mat.varying:
+                        out = lax.pcast(out, (_AXIS,), to="varying")
+            return out
+
+        if mesh is not None:
+            specs = [self.base.param_specs(one) for one in params]
+            program = jax.shard_map(
+                program,
+                mesh=mesh,
+                in_specs=(PartitionSpec(), specs),
+                out_specs=PartitionSpec(_AXIS),
+            )
+        on_gpu = capability.current().platform == "cuda"
+        flags: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1} if on_gpu else {}
+        lowered = jax.jit(program).lower(xs, params)
+
+        def compile() -> Callable[[], Any]:
+            return functools.partial(lowered.compile(compiler_options=flags), xs, params)
+
+        return compile
+
+    def _chains(
+        self, chosen: Mapping[str, Callable[[], Callable[[], Any]]], case: Mapping[str, Value]
+    ) -> list[Measurement]:
+        """Compiles chains side by side and times them in turns."""
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            calls = dict(zip(chosen, threads.map(_call, chosen.values()), strict=True))
+        return chains(calls, case, _LAYERS * _REPEATS, self.args.samples)
+
+
+def _call(compile: Callable[[], T]) -> T:
+    return compile()
+
+
+def _nothing(x: jax.Array, _: moe.LayerParams) -> jax.Array:
+    return x
+
+
+def _reduced(pool: comm.ChannelPool, x: jax.Array, _: moe.LayerParams) -> jax.Array:
+    return comm.all_reduce(x, pool)
+
+
+def _psum_layer(layer: moe.MoELayer, x: jax.Array, params: moe.LayerParams) -> jax.Array:
+    summed: jax.Array = lax.psum(layer.partial(x, params), _AXIS)
+    return summed
+
+
+def _forced(layer: moe.MoELayer, num_tokens: int, launch: moe.Implementation) -> Step:
+    """Returns a layer's part with its decode launched as ``launch`` says."""
+    made = layer.plan(num_tokens, implementation=launch)
+    return lambda x, params: layer.partial(x, params, plan=made)
+
+
+def _order(layer: moe.MoELayer, num_tokens: int, launch: moe.Implementation) -> str:
+    return layer.plan(num_tokens, implementation=launch).order
+
+
+def _shared_alone(layer: moe.MoELayer, num_tokens: int) -> Step:
+    """Returns the shared expert alone."""
+
+    def step(x: jax.Array, params: moe.LayerParams) -> jax.Array:
+        if isinstance(params.shared, moe.DenseExpert):
+            return moe.dense_mlp(x, params.shared)
+        assert params.shared is not None
+        ids = jnp.zeros((num_tokens, 1), jnp.int32)
+        weights = jnp.ones((num_tokens, 1), jnp.float32)
+        return moe.fused_moe(x, params.shared, ids, weights, recipe=layer.recipe)
+
+    return step
+
+
+def overlap_times(report: Report) -> dict[OverlapCase, dict[int, OverlapTimes]]:
+    """Returns what ``overlap_measured.py`` holds, of a report of one device."""
+    names = [field.name for field in dataclasses.fields(OverlapCase)]
+    times: dict[OverlapCase, dict[int, OverlapTimes]] = {}
+    for case, row in report.rows():
+        if "split" not in row or case["recipe"] == "w4a16":
+            continue
+        key = OverlapCase(**{name: case[name] for name in names})  # type: ignore[arg-type]
+        fused, split = (round(row[launch].microseconds, 1) for launch in _OVERLAPPED)
+        date = report.environment.date[:10]
+        times.setdefault(key, {})[int(case["num_tokens"])] = OverlapTimes(fused, split, date)
+    return times
+
+
+def figures(row: Mapping[str, Measurement]) -> dict[str, float]:
+    """Returns what the targets are about, of one row; without the step that is in every time.
+
+    Overlapped is the faster of fused and split decode with the shared expert beside them;
+    ``over_longest`` compares it with the longer of shared and routed experts alone, ``saved`` with
+    both in a row. ``over_parts`` compares a split layer with its experts and its all-reduce.
+    """
+    net = {what: one.microseconds - row["step"].microseconds for what, one in row.items()}
+    if "layer" in row:
+        return {"over_parts": net["layer"] / (net["experts"] + net["all_reduce"])}
+    overlapped = min(net[launch] for launch in _OVERLAPPED)
+    return {
+        "over_longest": overlapped / max(net["shared"], net["routed"]),
+        "saved": net["serial"] / overlapped,
+        "alike": max(net["shared"], net["routed"]) / min(net["shared"], net["routed"]),
+    }
+
+
+def table(report: Report) -> RenderableType:
+    """Returns the report as tables for people."""
+    rows = list(report.rows())
+    columns = list(dict.fromkeys(m.what for m in report.measurements))
+    split = "layer" in columns
+    case = rows[0][0]
+    result = Table(
+        title=f"A layer of {case['num_experts']} experts of {case['hidden']} x "
+        f"{case['intermediate']} a device, top-{case['top_k']}, µs (median)\n{report.environment}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for name in ("recipe", "shared", "T", *columns):
+        left = name in ("recipe", "shared") and name not in columns
+        result.add_column(name, justify="left" if left else "right")
+    for name in ("x parts",) if split else ("order", "x longest", "saved"):
+        result.add_column(name, justify="right")
+    for case, row in rows:
+        made = figures(row)
+        if split:
+            ends = [f"{made['over_parts']:.2f}"]
+        else:
+            best = min(_OVERLAPPED, key=lambda launch: row[launch].seconds)
+            ends = [str(case[f"{best}_order"])]
+            ends += [f"{made['over_longest']:.2f}", f"{made['saved']:.2f}"]
+        result.add_row(
+            str(case["recipe"]),
+            str(case["shared_format"]),
+            str(case["num_tokens"]),
+            *(f"{row[name].microseconds:.1f}" if name in row else "" for name in columns),
+            *ends,
+        )
+    caption = (
+        "x parts: layer / (experts + all_reduce)"
+        if split
+        else "serial: fused decode, then the shared expert; fused, split: the shared expert beside "
+        "them, in the order of the faster\none; x longest: the faster / max(shared, routed); "
+        "saved: serial / the faster"
+    )
+    return Group(result, f"{caption}. Ratios are without the step.")
+
+
+def plot(report: Report, path: str) -> None:
+    """Draws time over tokens, a panel for each recipe and format of the shared expert."""
+    plot_lib.times(
+        report, path, x="num_tokens", panel=("recipe", "shared_format"), dashed=("step",)
+    )
