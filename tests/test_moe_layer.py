@@ -418,3 +418,9 @@ def test_arguments_that_are_not_the_layers_are_named(rng):
         make_layer(shared_format="nvfp4")(x, params)
     with pytest.raises(ValueError, match=r"params.router.shape is \(4, 64\); the layer needs \(8"):
         make_layer()(x, dataclasses.replace(params, router=params.router[:4]))
+
+
+def test_a_mesh_of_one_device_gives_what_no_mesh_gives(rng):
+    layer = make_layer(mesh=mesh_of(tp=1), tensor_axis="tp")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    np.testing.assert_array_equal(run(layer, params, x), jax.jit(make_layer())(x, params))

@@ -9,7 +9,10 @@ import pytest
 from jax_b12x import config, moe
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "ffi.md", ROOT / "docs" / "numerics.md"]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("ffi", "layer", "numerics")),
+]
 
 
 def python_blocks(path):
