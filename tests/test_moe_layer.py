@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from layer_inputs import HIDDEN, INTERMEDIATE, make_layer, make_params, make_x, mesh_of, oracle
 
 from jax_b12x import comm, lane, moe
@@ -351,6 +351,24 @@ def test_differentiating_the_layer_says_that_it_is_inference_only(rng):
         pytest.raises(NotImplementedError, match="moe_block is inference-only"),
     ):
         jax.jit(jax.grad(lambda x: split(x, prepared, pool=pool).sum()))(x)
+
+
+def test_experts_that_were_loaded_split_stay_where_they_are(rng, tmp_path):
+    layer = split_layer("experts 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    moe.save_experts(tmp_path, {"experts": params.experts})
+    loaded = moe.load_experts(
+        tmp_path, "experts", device=NamedSharding(layer.mesh, PartitionSpec("ep"))
+    )
+    prepared = layer.prepare(dataclasses.replace(params, experts=loaded))
+    for before, after in zip(
+        loaded.w13.addressable_shards, prepared.experts.w13.addressable_shards, strict=True
+    ):
+        assert before.data.unsafe_buffer_pointer() == after.data.unsafe_buffer_pointer()
+    whole = layer.prepare(params)
+    with pool_of(layer) as pool:
+        step = jax.jit(lambda x, p: layer(x, p, pool=pool))
+        np.testing.assert_array_equal(step(x, prepared), step(x, whole))
 
 
 def test_each_device_holds_its_part_alone(rng):

@@ -90,8 +90,14 @@ def split_experts(
     def experts(array: jax.Array) -> jax.Array:
         if array.ndim == 0 or expert_parts == 1:
             return array
-        whole = chosen[-1] - chosen[0] + 1 == count
-        return array[chosen[0] : chosen[-1] + 1] if whole else array[chosen]
+        if chosen[-1] - chosen[0] + 1 != count:
+            return array[chosen]
+        wanted = slice(int(chosen[0]), int(chosen[-1]) + 1, None)
+        for shard in array.addressable_shards:
+            if shard.index[0] == wanted:  # loaded split: nothing has to be gathered
+                part: jax.Array = shard.data
+                return part
+        return array[wanted]
 
     def rows(array: jax.Array) -> jax.Array:
         array = experts(array)
