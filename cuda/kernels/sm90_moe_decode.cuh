@@ -116,12 +116,19 @@ class MoeDecode {
   // Lists the work.
   __device__ __forceinline__ void begin() {
     ring.init(lane);
-    if (threadIdx.x < 2 * kMoeDecodeWarps * kMoeReduceStages) {
-      const int product = threadIdx.x / (kMoeDecodeWarps * kMoeReduceStages);
-      const int index = threadIdx.x % (kMoeDecodeWarps * kMoeReduceStages);
-      const uint32_t full = reduce_barriers(product) + index * 8;
-      ptx::mbarrier_init(full, product == 0 ? p.plan.fc1.size : p.plan.fc2.size);
-      ptx::mbarrier_init(full + kMoeDecodeWarps * kMoeReduceStages * 8, 1);
+    // A barrier's address must be the same in all lanes of the instruction that sets it up: one
+    // lane of each warp sets up its share.
+    if (lane == 0) {
+      for (int product = 0; product < 2; ++product) {
+        const TeamShape& team = product == 0 ? p.plan.fc1 : p.plan.fc2;
+        if (team.size == 1) continue;  // nothing to add up
+        const int barriers = (kMoeDecodeWarps >> team.log2_split) * kMoeReduceStages;
+        for (int i = warp; i < barriers; i += kMoeDecodeWarps) {
+          const uint32_t full = reduce_barriers(product) + i * 8;
+          ptx::mbarrier_init(full, team.size);
+          ptx::mbarrier_init(full + kMoeDecodeWarps * kMoeReduceStages * 8, 1);
+        }
+      }
     }
     list_work();
     __syncthreads();

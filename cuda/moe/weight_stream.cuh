@@ -92,7 +92,9 @@ class WeightRing {
 
   // Sets up the barriers; run by the whole warp.
   __device__ __forceinline__ void init(int lane) {
-    if (lane < stages_) ptx::mbarrier_init(barriers_ + 8 * lane, 1);
+    if (lane == 0) {
+      for (int i = 0; i < stages_; ++i) ptx::mbarrier_init(barriers_ + 8 * i, 1);
+    }
     ptx::fence_mbarrier_init();
     __syncwarp();
   }
