@@ -16,9 +16,11 @@ namespace {
 template <int kTokenTiles_>
 struct DenseTile {
   static constexpr int kTokenTiles = kTokenTiles_;
-  static constexpr int kRowTiles = kTokenTiles == 1 ? 1 : 2;
-  static constexpr int kStages = kTokenTiles == 1 ? 6 : 3;
+  static constexpr int kRowTiles = kTokenTiles <= 2 ? 1 : 2;
+  static constexpr int kStages = 4;
   static constexpr int kMaxWarps = kTokenTiles <= 2 ? 16 : 8;
+  template <bool kFp16>
+  using Product = RowProduct<kFp16, kRowTiles, kTokenTiles, kStages>;
 };
 
 // One gate a token: sigmoid(x . shared_gate). Warps take turns at the tokens.
@@ -53,7 +55,7 @@ __device__ void shared_gates(const DenseMlpLaunch& launch) {
 template <bool kFp16, typename Tile>
 __global__ void __launch_bounds__(32 * Tile::kMaxWarps)
     sm90_dense_mlp_fc1(const __grid_constant__ DenseMlpLaunch launch) {
-  extern __shared__ __align__(16) float shared[];
+  extern __shared__ __align__(16) char shared[];
   const DenseMlpParams& p = launch.params;
   ptx::launch_dependents();
   const int first = blockIdx.x * Tile::kRowTiles * 8;
@@ -63,8 +65,7 @@ __global__ void __launch_bounds__(32 * Tile::kMaxWarps)
   }
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int g = (threadIdx.x & 31) >> 2;
-  RowProduct<kFp16, Tile::kRowTiles, Tile::kTokenTiles, Tile::kStages> product(p.hidden, warp,
-                                                                               warps);
+  typename Tile::template Product<kFp16> product(shared, p.hidden, warp, warps);
   const auto* w13 = static_cast<const uint16_t*>(p.w13);
 #pragma unroll
   for (int r = 0; r < Tile::kRowTiles; ++r) {
@@ -73,18 +74,14 @@ __global__ void __launch_bounds__(32 * Tile::kMaxWarps)
   }
   product.start_weights();
   product.set_tokens(static_cast<const uint16_t*>(p.x), p.hidden, p.num_tokens);
-  float sums[Tile::kRowTiles][Tile::kTokenTiles][4];
-  product.run(sums);
-
-  const PartialSums<Tile::kRowTiles, Tile::kTokenTiles> partial(shared, warps);
-  partial.store(warp, sums);
+  product.run();
   __syncthreads();
   constexpr int kRows = Tile::kRowTiles * 8;
   auto* h = static_cast<uint16_t*>(launch.h);
   for (int i = threadIdx.x; i < p.num_tokens * kRows; i += blockDim.x) {
     const int token = i / kRows, row = i % kRows;
-    float gate = partial.total(row / 8, row % 8, token);
-    float up = partial.total(row / 8, row % 8 + 8, token);
+    float gate = product.total(row / 8, row % 8, token);
+    float up = product.total(row / 8, row % 8 + 8, token);
     if (p.w13_bias != nullptr) {
       gate = __fadd_rn(gate, p.w13_bias[first + row]);
       up = __fadd_rn(up, p.w13_bias[p.intermediate + first + row]);
@@ -98,13 +95,12 @@ __global__ void __launch_bounds__(32 * Tile::kMaxWarps)
 template <bool kFp16, typename Tile>
 __global__ void __launch_bounds__(32 * Tile::kMaxWarps)
     sm90_dense_mlp_fc2(const __grid_constant__ DenseMlpLaunch launch) {
-  extern __shared__ __align__(16) float shared[];
+  extern __shared__ __align__(16) char shared[];
   const DenseMlpParams& p = launch.params;
   const int first = blockIdx.x * Tile::kRowTiles * 16;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int g = (threadIdx.x & 31) >> 2;
-  RowProduct<kFp16, Tile::kRowTiles, Tile::kTokenTiles, Tile::kStages> product(p.intermediate, warp,
-                                                                               warps);
+  typename Tile::template Product<kFp16> product(shared, p.intermediate, warp, warps);
   const auto* w2 = static_cast<const uint16_t*>(p.w2);
 #pragma unroll
   for (int r = 0; r < Tile::kRowTiles; ++r) {
@@ -116,18 +112,14 @@ __global__ void __launch_bounds__(32 * Tile::kMaxWarps)
   product.start_weights();
   product.set_tokens(static_cast<const uint16_t*>(launch.h), p.intermediate, p.num_tokens);
   ptx::wait_for_prior_kernel();
-  float sums[Tile::kRowTiles][Tile::kTokenTiles][4];
-  product.run(sums);
-
-  const PartialSums<Tile::kRowTiles, Tile::kTokenTiles> partial(shared, warps);
-  partial.store(warp, sums);
+  product.run();
   __syncthreads();
   constexpr int kRows = Tile::kRowTiles * 16;
   auto* out = static_cast<uint16_t*>(p.out);
   for (int i = threadIdx.x; i < p.num_tokens * kRows; i += blockDim.x) {
     const int token = i / kRows, row = i % kRows;
     if (first + row >= p.hidden) continue;
-    float y = partial.total(row / 16, row % 16, token);
+    float y = product.total(row / 16, row % 16, token);
     if (p.w2_bias != nullptr) y = __fadd_rn(y, p.w2_bias[first + row]);
     // Written by the launch before: not a load of the read-only cache.
     if (p.shared_gate != nullptr) y = __fmul_rn(y, __ldcg(launch.gates + token));
@@ -138,8 +130,7 @@ __global__ void __launch_bounds__(32 * Tile::kMaxWarps)
 template <int kTokenTiles>
 DenseMlpProduct product(DenseMlpKernel kernel) {
   using Tile = DenseTile<kTokenTiles>;
-  return {kernel, Tile::kRowTiles, Tile::kMaxWarps,
-          PartialSums<Tile::kRowTiles, kTokenTiles>::bytes(1)};
+  return {kernel, Tile::kRowTiles, Tile::kMaxWarps, Tile::template Product<false>::kWarpBytes};
 }
 
 template <int kTokenTiles>

@@ -57,9 +57,8 @@ struct Elements {
   }
 };
 
-// Adds each of kCount values over the warp. A lane ends with the totals of `values[0]` and on,
-// which are those from the returned index on; lanes that differ only in the low bits that are left
-// over hold the same.
+// Adds each of kCount (at most 32, a power of two) values over the warp. A lane ends with one total
+// in `values[0]`, that of the value at the returned index.
 template <int kCount>
 __device__ __forceinline__ int fold(float (&values)[kCount], int lane) {
   int index = 0;
@@ -89,7 +88,7 @@ template <bool kWideX, bool kWideWeight, int kExperts, int kTokens>
 __global__ void __launch_bounds__(kRouterThreads)
     sm90_router_logits(const __grid_constant__ RouterParams p) {
   constexpr int kSums = kExperts * kTokens;
-  constexpr int kLaneSums = kSums > 32 ? kSums / 32 : 1;
+  static_assert(kSums <= 32, "fold() leaves one sum a lane");
   // Steps whose loads are requested together.
   constexpr int kUnroll = kTokens > 1 ? 1 : kExperts <= 2 ? 4 : kExperts == 4 ? 2 : 1;
   __shared__ float partial[kWarps][kSums];
@@ -142,8 +141,7 @@ __global__ void __launch_bounds__(kRouterThreads)
     }
   }
   const int index = fold(sums, lane);
-#pragma unroll
-  for (int i = 0; i < kLaneSums; ++i) partial[warp][index + i] = sums[i];
+  partial[warp][index] = sums[0];
   __syncthreads();
   if (threadIdx.x < kSums) {
     const int token = threadIdx.x % kTokens, expert = first_expert + threadIdx.x / kTokens;
@@ -172,16 +170,20 @@ __global__ void __launch_bounds__(kRouterMaxExperts)
 
 template <bool kWideX, bool kWideWeight, int kTokens>
 RouterKernel kernel_of(int expert_tile) {
-  switch (expert_tile) {
-    case 1:
-      if constexpr (kTokens == 1) return sm90_router_logits<kWideX, kWideWeight, 1, kTokens>;
-      return nullptr;
-    case 2:
-      return sm90_router_logits<kWideX, kWideWeight, 2, kTokens>;
-    case 4:
-      return sm90_router_logits<kWideX, kWideWeight, 4, kTokens>;
-    default:
-      return sm90_router_logits<kWideX, kWideWeight, 8, kTokens>;
+  if constexpr (kTokens > 1) {
+    return expert_tile == 2 ? sm90_router_logits<kWideX, kWideWeight, 2, kTokens>
+                            : sm90_router_logits<kWideX, kWideWeight, 4, kTokens>;
+  } else {
+    switch (expert_tile) {
+      case 1:
+        return sm90_router_logits<kWideX, kWideWeight, 1, kTokens>;
+      case 2:
+        return sm90_router_logits<kWideX, kWideWeight, 2, kTokens>;
+      case 4:
+        return sm90_router_logits<kWideX, kWideWeight, 4, kTokens>;
+      default:
+        return sm90_router_logits<kWideX, kWideWeight, 8, kTokens>;
+    }
   }
 }
 

@@ -9,12 +9,12 @@ namespace b12x {
 
 inline constexpr int kRouterThreads = 256;
 inline constexpr int kRouterTokenGroup = 8;  // tokens of a CTA
-inline constexpr int kRouterMaxTile = 8;     // experts of a CTA
+inline constexpr int kRouterMaxTile = 8;     // experts of a CTA with one token
 
 using RouterKernel = void (*)(RouterParams);
 
-// A CTA has `expert_tile` experts (2, 4, 8, or 1 for one token) and one token or, with
-// `many_tokens`, a group of kRouterTokenGroup.
+// A CTA has one token and 1, 2, 4 or 8 experts or, with `many_tokens`, a group of
+// kRouterTokenGroup tokens and 2 or 4 experts.
 RouterKernel router_logits_kernel(bool wide_x, bool wide_weight, bool many_tokens, int expert_tile);
 
 // The choice, a CTA for each token, of a thread for each expert.

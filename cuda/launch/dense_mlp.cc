@@ -8,11 +8,6 @@
 namespace b12x {
 namespace {
 
-constexpr int kMinWarps = 4;
-// Warps that keep the memory of a whole H200 busy: 8 for each of 132 SMs. A property of the shape
-// alone decides, so that the order of the sums does not depend on what else is running.
-constexpr int kWarpsOfDevice = 8 * 132;
-
 const char* refusal(const DenseMlpParams& p) {
   if (p.num_tokens < 0) return "num_tokens must not be negative";
   if (p.hidden < 16 || p.hidden % 16 != 0) return "hidden must be a multiple of 16";
@@ -24,20 +19,17 @@ const char* refusal(const DenseMlpParams& p) {
 
 int64_t h_bytes(int32_t tokens, int32_t intermediate) { return int64_t{tokens} * intermediate * 2; }
 
-// As many warps share the columns as it takes to fill the device, while each has some steps.
-int warps_for(const DenseMlpProduct& product, int ctas, int columns) {
-  int warps = kMinWarps;
-  while (2 * warps <= product.max_warps && ctas * warps < kWarpsOfDevice &&
-         columns / 32 >= 4 * warps) {
-    warps *= 2;
-  }
-  return warps;
+// How many warps share the columns, as measured: about 2 to 24 steps for each. It depends on the
+// shape alone, and so does the order of the sums.
+int warps_for(const DenseMlpProduct& product, int columns) {
+  const int steps = CeilDiv(columns, 32);
+  return std::min(product.max_warps, steps < 16 ? 4 : steps <= 24 * 8 ? 8 : 16);
 }
 
 cudaError_t launch_product(const DenseMlpProduct& product, const DenseMlpLaunch& launch, int tiles,
                            int columns, int extra_ctas, bool after_first, cudaStream_t stream) {
   const int ctas = CeilDiv(tiles, product.row_tiles);
-  const int warps = warps_for(product, ctas, columns);
+  const int warps = warps_for(product, columns);
   const int shared_bytes = warps * product.bytes_per_warp;
   const void* const kernel = reinterpret_cast<const void*>(product.kernel);
   // Idempotent and cheap; a capture allows it.

@@ -1,7 +1,5 @@
 #include "cuda/launch/router.h"
 
-#include <algorithm>
-
 #include "cuda/kernels/sm90_router.h"
 #include "cuda/moe/params.h"
 
@@ -30,30 +28,13 @@ const char* refusal(const RouterParams& p) {
   return nullptr;
 }
 
-// Experts of a CTA. One token: as few as fill the device once. More: those for which the CTAs read
-// least, all together (25 bytes a cycle and multiprocessor) or one by one (50 bytes).
+// Experts of a CTA, as measured. One token: as few as fill the device once. More tokens: the more
+// there are, the more it pays to read a token for several experts.
 int expert_tile(const RouterParams& p) {
-  const int weight_bytes = p.weight_dtype == RouterDtype::kF32 ? 4 : 2;
-  const int x_bytes = p.x_dtype == RouterDtype::kF32 ? 4 : 2;
-  const int tokens = std::min(p.num_tokens, kRouterTokenGroup);
-  const int groups = CeilDiv(p.num_tokens, kRouterTokenGroup);
-  int best = kRouterMaxTile;
-  int64_t best_cycles = 0;
-  for (int tile = kRouterMaxTile; tile >= (p.num_tokens > 1 ? 2 : 1); tile /= 2) {
-    const int64_t ctas = int64_t{CeilDiv(p.num_experts, tile)} * groups;
-    if (p.num_tokens == 1) {
-      if (ctas <= kMultiprocessors) best = tile;
-      continue;
-    }
-    const int64_t bytes = int64_t{p.hidden} * (tile * weight_bytes + tokens * x_bytes);
-    const int64_t waves = (ctas + kMultiprocessors - 1) / kMultiprocessors;
-    const int64_t cycles = std::max(waves * bytes / 50, ctas * bytes / (25 * kMultiprocessors));
-    if (tile == kRouterMaxTile || cycles < best_cycles) {
-      best = tile;
-      best_cycles = cycles;
-    }
-  }
-  return best;
+  if (p.num_tokens > 1) return p.num_tokens <= kRouterTokenGroup ? 2 : 4;
+  int tile = 1;
+  while (tile < kRouterMaxTile && CeilDiv(p.num_experts, tile) > kMultiprocessors) tile *= 2;
+  return tile;
 }
 
 }  // namespace

@@ -60,6 +60,35 @@ __device__ __forceinline__ uint4 load_16(const void* address) {
   return v;
 }
 
+// Starts a copy of 16 bytes to shared memory, or of zeros where `valid` is false: nothing is read
+// there. The copying thread may read them after wait_for_copies(), others after a barrier too.
+__device__ __forceinline__ void copy_16(uint32_t destination, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The same for weights that are read once; L2 fetches the 128 bytes around them, whose other half
+// is wanted next.
+__device__ __forceinline__ void copy_weights_16(uint32_t destination, const void* source,
+                                                bool valid, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                   destination),
+               "l"(source), "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
+// Closes a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but the last kPending groups of this thread's copies have arrived.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // A load of weights that are read once, or zeros where `valid` is false: nothing is read there.
 __device__ __forceinline__ uint4 load_weights_16(const void* address, bool valid, uint64_t policy) {
   uint4 v;
