@@ -1,6 +1,7 @@
 """What an MoE layer asks of its plan: every row of the capability table."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import pytest
 from jax.sharding import Mesh
 
 from jax_b12x import capability, moe
+from jax_b12x.bench import layer as bench_layer
+from jax_b12x.bench.measurement import Report
 from jax_b12x.capability import CPU
 from jax_b12x.moe import layer_plan, overlap_measured, planner
 from jax_b12x.moe.overlap_measured import OverlapTimes
@@ -17,6 +20,7 @@ H200 = capability.KNOWN["h200"]
 NO_COOPERATIVE = dataclasses.replace(H200, cooperative_launch=False)
 FEW_SMS = dataclasses.replace(H200, sm_count=8)
 MANY = 512
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 DEVICES = {"cpu": CPU, "h200": H200, "no cooperative launch": NO_COOPERATIVE, "8 SMs": FEW_SMS}
 
@@ -192,6 +196,16 @@ def test_a_number_of_tokens_that_was_not_measured_goes_by_the_next_larger_one():
     chosen = {n: decide(layer, n, measured=measured).routed.implementation for n in range(1, 9)}
     split, fused = "split", "fused"
     assert list(chosen.values()) == [split, split, fused, fused, split, split, fused, fused]
+
+
+def test_the_measured_table_is_that_of_the_committed_benchmarks():
+    committed = {}
+    for path in RESULTS.glob("layer-*.json"):
+        report = Report.from_json(path.read_text())
+        assert "H200" in report.environment.devices[0]
+        for case, rows in bench_layer.overlap_times(report).items():
+            committed.setdefault(case, {}).update(rows)
+    assert committed == overlap_measured.MEASURED
 
 
 def test_what_was_measured_has_a_date_and_is_of_a_recipe_that_may_split():

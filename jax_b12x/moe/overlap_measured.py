@@ -51,8 +51,39 @@ class OverlapTimes:
     date: str
 
 
-# By case, then by number of tokens.
-MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {}
+# By case, then by number of tokens; from `benchmarks/results/layer-*.json`.
+MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {
+    OverlapCase(
+        recipe="nvfp4",
+        hidden=4096,
+        intermediate=1408,
+        num_experts=128,
+        top_k=8,
+        shared_format="dense",
+        shared_intermediate=1408,
+    ): {
+        1: OverlapTimes(fused=63.6, split=65.1, date="2026-11-30"),
+        2: OverlapTimes(fused=87.3, split=87.9, date="2026-11-30"),
+        4: OverlapTimes(fused=128.0, split=124.5, date="2026-11-30"),
+        7: OverlapTimes(fused=172.8, split=168.9, date="2026-11-30"),
+        8: OverlapTimes(fused=208.1, split=194.2, date="2026-11-30"),
+    },
+    OverlapCase(
+        recipe="nvfp4",
+        hidden=4096,
+        intermediate=1408,
+        num_experts=128,
+        top_k=8,
+        shared_format="nvfp4",
+        shared_intermediate=1408,
+    ): {
+        1: OverlapTimes(fused=63.6, split=62.8, date="2026-11-30"),
+        2: OverlapTimes(fused=91.4, split=88.6, date="2026-11-30"),
+        4: OverlapTimes(fused=134.4, split=127.7, date="2026-11-30"),
+        7: OverlapTimes(fused=183.9, split=175.2, date="2026-11-30"),
+        8: OverlapTimes(fused=219.5, split=203.3, date="2026-11-30"),
+    },
+}
 
 _MEASURED_ON = (90, 132)  # sm, sm_count
 
