@@ -2,6 +2,10 @@
 
 import gc
 import io
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -294,6 +298,17 @@ def test_a_closed_pool_refuses_its_programs_and_new_ones(arguments):
     workspace.WorkspacePool(name="short_lived").close()
 
 
+def test_a_function_outlives_its_pool_and_goes_on_in_the_next_one_of_its_name(arguments):
+    weights, x, ids, routes = arguments
+    jitted = jax.jit(lambda x: moe.fused_moe(x, weights, ids, routes))
+    for _ in range(2):
+        with workspace.WorkspacePool(name="again") as pool, pool.use():
+            jax.block_until_ready(jitted(x))
+            jax.block_until_ready(moe.fused_moe(x, weights, ids, routes))
+            assert [record.holders for record in pool.records()] == [1, 1]
+    jax.block_until_ready(jitted(x))
+
+
 def test_two_open_pools_have_two_names():
     with workspace.WorkspacePool(name="one"), pytest.raises(ValueError, match="open already"):
         workspace.WorkspacePool(name="one")
@@ -319,3 +334,48 @@ def test_the_default_pool_cannot_be_closed():
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         workspace.WorkspacePool(**wrong)
+
+
+PROGRAM = """
+import sys
+import jax, numpy as np
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+sys.path.insert(0, sys.argv[2])
+from moe_inputs import random_tokens, random_weights
+import jax_b12x
+from jax_b12x import moe, workspace
+
+rng = np.random.default_rng(0)
+weights = random_weights(rng, hidden=64, intermediate=32, num_experts=4)
+tokens = random_tokens(rng, num_tokens=3, hidden=64, num_experts=4, top_k=2, dtype="bfloat16")
+with workspace.WorkspacePool(name="serving") as pool, pool.use(), jax_b12x.lane("draft"):
+    step = jax.jit(lambda x, w, i, r: moe.fused_moe(x, w, i, r))
+    hits.clear()
+    out = step(tokens[0], weights, *tokens[1:])
+    print("hit" if "/jax/compilation_cache/cache_hits" in hits else "miss")
+    print([(record.program, record.lane, record.state) for record in pool.records()])
+    print(np.asarray(out).view(np.uint16).sum())
+"""
+
+
+def test_a_program_from_the_persistent_cache_leases_its_workspace_in_its_lane(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    here = pathlib.Path(__file__).resolve().parent
+    runs = [
+        subprocess.run(
+            [sys.executable, str(script), str(tmp_path / "cache"), str(here)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        ).stdout.splitlines()
+        for _ in range(2)
+    ]
+    assert [run[0] for run in runs] == ["miss", "hit"]
+    assert runs[0][1:] == runs[1][1:]
+    assert runs[1][1] == "[('jit__lambda', 'draft', 'leased')]"
