@@ -35,13 +35,9 @@ CPU_CASES = [*CASES, (7, 208, 80, "float32", moe.SILU, True)]
 GPU_CASES = [
     *CASES,
     (1, 4096, 1408, "bfloat16", moe.SILU, False),
-    (8, 4096, 1408, "float16", moe.SILU, True),
-    (2, 2880, 2880, "bfloat16", moe.SWIGLU_OAI, True),
-    (9, 2048, 768, "bfloat16", moe.SILU, False),
-    (17, 2880, 2896, "float16", moe.SWIGLU_OAI, True),
-    (31, 6144, 176, "bfloat16", moe.SILU, False),
-    (64, 4096, 1408, "bfloat16", moe.SILU, True),
-    (150, 1040, 720, "bfloat16", moe.SILU, True),
+    (8, 2880, 2880, "float16", moe.SWIGLU_OAI, True),
+    (31, 7168, 176, "bfloat16", moe.SILU, True),
+    (64, 2048, 1408, "bfloat16", moe.SILU, True),
 ]
 CASES_OF_BOTH = [
     *CPU_CASES,
@@ -85,16 +81,24 @@ def poison(*like):
         array.delete()
 
 
-def run(x, expert, activation=moe.SILU, options=EAGER, times=2):
-    """Compiles and runs it, its results in poisoned memory; gives the result of every run."""
+def compiled(x, expert, activation=moe.SILU, options=EAGER):
     call = jax.jit(functools.partial(moe.dense_mlp, activation=activation)).lower(x, expert)
     on_cpu = jax.default_backend() == "cpu"
-    call = call.compile(compiler_options=None if on_cpu else options)
-    results = []
-    for _ in range(times):
-        poison(x)
-        results.append(np.asarray(call(x, expert)))
-    return results
+    return call.compile(compiler_options=None if on_cpu else options)
+
+
+def run(call, x, expert):
+    """Returns the result, from poisoned memory."""
+    poison(x)
+    return np.asarray(call(x, expert))
+
+
+def oracle(x, expert, activation=moe.SILU):
+    """Returns the meaning, computed on the CPU whatever the backend is."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        x, expert = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), (x, expert))
+        meaning = jax.jit(functools.partial(reference.dense_mlp, activation=activation))
+        return np.asarray(meaning(x, expert))
 
 
 def bits(array):
@@ -114,22 +118,23 @@ def test_it_equals_the_oracle_and_itself(
 ):
     rng = np.random.default_rng(num_tokens * hidden + intermediate)
     x, expert = draw(rng, num_tokens, hidden, intermediate, dtype, extras)
-    expected = jax.jit(functools.partial(reference.dense_mlp, activation=activation))(x, expert)
-    first, *others = run(x, expert, activation, CAPTURED, times=3)
+    captured = compiled(x, expert, activation, CAPTURED)
+    first = run(captured, x, expert)
     assert first.dtype == x.dtype
-    assert relative_error(first, expected) <= TOLERANCE[dtype]
-    for other in (*others, *run(x, expert, activation, EAGER)):
-        assert np.array_equal(bits(first), bits(other))
+    assert relative_error(first, oracle(x, expert, activation)) <= TOLERANCE[dtype]
+    for _ in range(3):
+        assert np.array_equal(bits(first), bits(run(captured, x, expert)))
 
 
 @both_backends
-@pytest.mark.parametrize("num_tokens", [2, 13, 40, 66])
+@pytest.mark.parametrize("num_tokens", [2, 13, 66])
 def test_a_nan_stays_in_its_own_row(num_tokens, backend):
     rng = np.random.default_rng(1)
     x, expert = draw(rng, num_tokens, 176, 80)
-    clean, _ = run(x, expert)
+    call = compiled(x, expert)
+    clean = run(call, x, expert)
     for row in {0, num_tokens - 1}:
-        dirty, _ = run(x.at[row, 3].set(jnp.nan), expert)
+        dirty = run(call, x.at[row, 3].set(jnp.nan), expert)
         assert np.isnan(dirty[row].astype(np.float32)).all()
         others = np.arange(num_tokens) != row
         assert np.array_equal(bits(dirty[others]), bits(clean[others]))
@@ -142,9 +147,8 @@ def test_each_extra_alone_is_what_the_oracle_says(backend):
     for name in ("w13_bias", "w2_bias", "shared_gate"):
         others = {other: None for other in ("w13_bias", "w2_bias", "shared_gate") if other != name}
         expert = dataclasses.replace(full, **others)
-        (actual,) = run(x, expert, times=1)
-        expected = reference.dense_mlp(x, expert)
-        assert relative_error(actual, expected) <= TOLERANCE["bfloat16"]
+        actual = run(compiled(x, expert), x, expert)
+        assert relative_error(actual, oracle(x, expert)) <= TOLERANCE["bfloat16"]
 
 
 def test_no_tokens_give_an_empty_result():
@@ -236,7 +240,7 @@ def test_float32_is_refused_on_a_gpu_with_advice():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 8, 30])
+@pytest.mark.parametrize("num_tokens", [1, 30])
 def test_one_captured_executable_serves_a_hundred_inputs(num_tokens):
     rng = np.random.default_rng(8)
     x, expert = draw(rng, num_tokens, 512, 1408)

@@ -40,11 +40,22 @@ GPU_CASES = [
 ]
 
 
-def on_both(cases):
-    """The cases of the CPU; the GPU has all of them, and its own."""
-    gpu = [pytest.param(*case, marks=pytest.mark.gpu, id=f"gpu-{case}") for case in GPU_CASES]
-    both = [pytest.param(*case, marks=pytest.mark.gpu, id=f"gpu-{case}") for case in cases]
-    return [*cases, *both, *gpu]
+def cases_of_both():
+    """The CPU's cases both ways; a GPU has its own and some of these, each one way."""
+    cpu = [(*case, renormalize) for case in CASES for renormalize in (True, False)]
+    gpu = [(*case, i % 2 == 0) for i, case in enumerate([*GPU_CASES, *CASES[::3]])]
+    return [*cpu, *(pytest.param(*case, marks=pytest.mark.gpu, id=f"gpu-{case}") for case in gpu)]
+
+
+CASE_NAMES = (
+    "num_tokens",
+    "hidden",
+    "num_experts",
+    "top_k",
+    "x_dtype",
+    "weight_dtype",
+    "renormalize",
+)
 
 
 def draw(rng, num_tokens, hidden, num_experts, x_dtype="bfloat16", weight_dtype="bfloat16"):
@@ -55,17 +66,22 @@ def draw(rng, num_tokens, hidden, num_experts, x_dtype="bfloat16", weight_dtype=
 
 
 @functools.lru_cache
-def compiled(options, **static):
-    call = jax.jit(functools.partial(routing.route, **static))
+def compiled(avals, **static):
+    """Compiles for arguments of these shapes and dtypes, once: a GPU's compiler takes long."""
+    arguments = [None if aval is None else jax.ShapeDtypeStruct(*aval) for aval in avals]
 
-    def run(*arrays, **named):
-        if jax.default_backend() == "cpu":
-            return call(*arrays, **named)
-        return call.lower(*arrays, **named).compile(compiler_options=dict(options))(
-            *arrays, **named
-        )
+    def call(x, weight, bias, token_mask):
+        return routing.route(x, weight, bias, token_mask=token_mask, **static)
 
-    return run
+    options = None if jax.default_backend() == "cpu" else EAGER
+    return jax.jit(call).lower(*arguments).compile(compiler_options=options)
+
+
+def on_cpu(function, *arrays, **static):
+    """Runs an oracle on the CPU, whatever the backend is."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        arrays = [None if array is None else jnp.asarray(np.asarray(array)) for array in arrays]
+        return jax.tree.map(np.asarray, function(*arrays, **static))
 
 
 def poison(*like):
@@ -76,12 +92,14 @@ def poison(*like):
         array.delete()
 
 
-def run(x, weight, bias=None, options=EAGER, token_mask=None, **static):
-    """Compiles and runs it twice, the second time in poisoned memory; gives both results."""
-    call = compiled(tuple(options.items()), **static)
+def run(x, weight, bias=None, token_mask=None, **static):
+    """Runs it twice, the second time in poisoned memory; gives both results."""
+    arguments = (x, weight, bias, token_mask)
+    avals = tuple(None if array is None else (array.shape, array.dtype) for array in arguments)
+    call = compiled(avals, **static)
     results = []
     for _ in range(2):
-        out = call(x, weight, bias, token_mask=token_mask)
+        out = call(*arguments)
         results.append([np.asarray(leaf) for leaf in out])
         del out
         poison(*results[0])
@@ -104,10 +122,7 @@ def assert_same_bits(first, second):
         assert np.array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(
-    ("num_tokens", "hidden", "num_experts", "top_k", "x_dtype", "weight_dtype"), on_both(CASES)
-)
+@pytest.mark.parametrize(CASE_NAMES, cases_of_both())
 def test_softmax_routes_are_those_of_softmax_topk_of_the_same_logits(
     num_tokens, hidden, num_experts, top_k, x_dtype, weight_dtype, renormalize
 ):
@@ -121,28 +136,35 @@ def test_softmax_routes_are_those_of_softmax_topk_of_the_same_logits(
     assert_same_bits(first, again)
     ids, weights, logits = first
     assert_logits(x, weight, bias, logits)
-    expected_ids, expected = routing.softmax_topk(
-        jnp.asarray(logits), top_k, renormalize=renormalize, token_mask=mask
+    expected_ids, expected = on_cpu(
+        lambda logits, mask: routing.softmax_topk(
+            logits, top_k, renormalize=renormalize, token_mask=mask
+        ),
+        logits,
+        mask,
     )
     assert np.array_equal(ids, expected_ids)
     rtol = units((top_k if renormalize else num_experts) + 8)
-    np.testing.assert_allclose(weights, 2.5 * np.asarray(expected), rtol=rtol, atol=0)
+    np.testing.assert_allclose(weights, 2.5 * expected, rtol=rtol, atol=0)
 
 
 def assert_sigmoid_choice(ids, weights, logits, bias, top_k, groups, renormalize, scale):
     """Ids are jnp's wherever no two scores that matter are within a few units of each other."""
     num_groups, topk_groups = groups
-    expected_ids, expected = routing.sigmoid_topk(
-        jnp.asarray(logits),
-        top_k,
-        correction_bias=bias,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        renormalize=renormalize,
-        routed_scaling_factor=scale,
+    expected_ids, expected = on_cpu(
+        lambda logits, bias: routing.sigmoid_topk(
+            logits,
+            top_k,
+            correction_bias=bias,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            renormalize=renormalize,
+            routed_scaling_factor=scale,
+        ),
+        logits,
+        bias,
     )
-    expected_ids, expected = np.asarray(expected_ids), np.asarray(expected)
-    scores = np.asarray(jax.nn.sigmoid(jnp.asarray(logits)), np.float64)
+    scores = on_cpu(jax.nn.sigmoid, logits).astype(np.float64)
     biased = scores + (0 if bias is None else np.asarray(bias, np.float64))
     # Neighbours anywhere in the order, so that a swap in a group's score counts as well.
     gaps = np.diff(np.sort(biased, axis=1), axis=1)
@@ -160,10 +182,7 @@ def assert_sigmoid_choice(ids, weights, logits, bias, top_k, groups, renormalize
     np.testing.assert_allclose(weights, scale * own, rtol=units(top_k + 8), atol=0)
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(
-    ("num_tokens", "hidden", "num_experts", "top_k", "x_dtype", "weight_dtype"), on_both(CASES)
-)
+@pytest.mark.parametrize(CASE_NAMES, cases_of_both())
 def test_sigmoid_routes_are_those_of_sigmoid_topk_of_the_same_logits(
     num_tokens, hidden, num_experts, top_k, x_dtype, weight_dtype, renormalize
 ):
@@ -349,7 +368,7 @@ def test_bad_arguments_are_named(change, error, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 6, 20])
+@pytest.mark.parametrize("num_tokens", [1, 20])
 def test_one_captured_executable_serves_a_hundred_inputs(num_tokens):
     rng = np.random.default_rng(9)
     x, weight, bias = draw(rng, num_tokens, 2048, 128)
