@@ -13,7 +13,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,18 @@ from jax_b12x.moe.recipe import RECIPES
 
 _AXIS = "tp"
 _LAYERS = 8  # of a chain: with one token each of the default shape they read 0.6 GB
-_REPEATS = 4  # of a chain in a program, so that calling it does not show
+# Times that a program for a GPU runs its chain, so that calling it does not show; the second where
+# a step is short.
+_REPEATS = (2, 16)
 _FEEDBACK = 2.0**-10
 _OVERLAPPED: tuple[moe.Implementation, ...] = ("fused", "split")
 
-T = TypeVar("T")
 # One layer of a chain: its input and its parameters, to its output.
-Step = Callable[[jax.Array, Any], jax.Array]
+Step: TypeAlias = Callable[[jax.Array, Any], jax.Array]
+_Params: TypeAlias = list[moe.LayerParams]
+# What is timed side by side, and the case that it is of.
+_Chains: TypeAlias = tuple[dict[str, Value], dict[str, Step]]
+_Compiling: TypeAlias = "concurrent.futures.Future[Callable[[], Any]]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +110,11 @@ def run(args: argparse.Namespace, progress: Progress) -> Report:
         tensor_axis=None if mesh is None else _AXIS,
     )
     bench = _Bench(args, base, progress)
-    measure = bench.overlap if mesh is None else bench.split
-    measurements = [
-        measurement for shared_format in args.shared for measurement in measure(shared_format)
-    ]
+    if mesh is None:
+        measurements = bench.measure(bench.overlapped)
+    else:
+        with comm.ChannelPool(mesh, _AXIS, timeout=20) as pool:
+            measurements = bench.measure(functools.partial(bench.split, pool))
     arguments = {name: value for name, value in vars(args).items() if name in _ARGUMENTS}
     return Report("layer", arguments, Environment.current(), tuple(measurements))
 
@@ -136,58 +142,70 @@ class _Bench:
         progress("drawing experts")
         self.params = layer_data.random_chain(base, _LAYERS, args.seed)
 
-    def overlap(self, shared_format: Any) -> list[Measurement]:
-        """Times shared and routed experts alone, in a row, and overlapped."""
-        params = layer_data.with_shared(self.base, self.params, shared_format, self.args.seed)
-        alone = [dataclasses.replace(one, shared=None) for one in params]
+    def measure(self, chosen: Callable[[moe.MoELayer, int], _Chains]) -> list[Measurement]:
+        """Compiles everything, many programs at a time, then times case after case.
+
+        Args:
+          chosen: from a layer and a number of tokens to the chains to time side by side.
+        """
+        args = self.args
+        cases: list[tuple[dict[str, Value], dict[str, _Compiling]]] = []
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            for shared_format in args.shared:
+                params = layer_data.with_shared(self.base, self.params, shared_format, args.seed)
+                for recipe in args.recipes:
+                    layer = dataclasses.replace(
+                        self.base, recipe=recipe, shared_format=shared_format
+                    )
+                    for tokens in args.tokens:
+                        self.progress(f"compiling {recipe}, {shared_format}, {tokens} tokens")
+                        case, steps = chosen(layer, tokens)
+                        programs = {
+                            what: threads.submit(
+                                self._program(step, tokens, params, self._repeats(what))
+                            )
+                            for what, step in steps.items()
+                        }
+                        cases.append((case, programs))
         measurements: list[Measurement] = []
-        for recipe in self.args.recipes:
-            layer = dataclasses.replace(self.base, recipe=recipe, shared_format=shared_format)
-            routed = dataclasses.replace(layer, shared_intermediate=0)
-            for tokens in self.args.tokens:
-                self.progress(f"{recipe}, {shared_format} shared expert, {tokens} tokens")
-                calls = {
-                    "step": self._chain(_nothing, tokens, alone),
-                    "shared": self._chain(_shared_alone(layer, tokens), tokens, params),
-                    "routed": self._chain(routed.partial, tokens, alone),
-                    "serial": self._chain(
-                        _forced(dataclasses.replace(layer, overlap="off"), tokens, "fused"),
-                        tokens,
-                        params,
-                    ),
-                }
-                for launch in _OVERLAPPED:
-                    calls[launch] = self._chain(_forced(layer, tokens, launch), tokens, params)
-                case = {
-                    **self._case(layer, tokens),
-                    **{f"{launch}_order": _order(layer, tokens, launch) for launch in _OVERLAPPED},
-                }
-                measurements += self._chains(calls, case)
+        for case, programs in cases:
+            self.progress(f"timing {case['recipe']}, {case['num_tokens']} tokens")
+            calls = {what: program.result() for what, program in programs.items()}
+            lengths = {what: _LAYERS * self._repeats(what) for what in calls}
+            measurements += chains(calls, case, lengths, args.samples)
+            programs.clear()
         return measurements
 
-    def split(self, shared_format: Any) -> list[Measurement]:
-        """Times a layer that is split over devices beside its parts."""
-        params = layer_data.with_shared(self.base, self.params, shared_format, self.args.seed)
-        measurements: list[Measurement] = []
-        assert self.base.mesh is not None
-        for recipe in self.args.recipes:
-            layer = dataclasses.replace(self.base, recipe=recipe, shared_format=shared_format)
-            for tokens in self.args.tokens:
-                self.progress(f"{recipe}, {shared_format} shared expert, {tokens} tokens")
-                with comm.ChannelPool(self.base.mesh, _AXIS, timeout=20) as pool:
-                    calls = {
-                        "step": self._chain(_nothing, tokens, params),
-                        "experts": self._chain(layer.partial, tokens, params),
-                        "all_reduce": self._chain(
-                            functools.partial(_reduced, pool), tokens, params
-                        ),
-                        "layer": self._chain(functools.partial(layer, pool=pool), tokens, params),
-                        "psum": self._chain(functools.partial(_psum_layer, layer), tokens, params),
-                    }
-                    case = self._case(layer, tokens)
-                    measurements += self._chains(calls, case)
-                    del calls
-        return measurements
+    def overlapped(self, layer: moe.MoELayer, tokens: int) -> _Chains:
+        """Shared and routed experts alone, in a row, and overlapped."""
+        routed = dataclasses.replace(layer, shared_intermediate=0)
+        in_a_row = dataclasses.replace(layer, overlap="off")
+        steps: dict[str, Step] = {
+            "step": _nothing,
+            "shared": _shared_alone(layer, tokens),
+            "routed": functools.partial(_routed_alone, routed),
+            "serial": _forced(in_a_row, tokens, "fused"),
+        }
+        case = self._case(layer, tokens)
+        for launch in _OVERLAPPED:
+            steps[launch] = _forced(layer, tokens, launch)
+            case[f"{launch}_order"] = layer.plan(tokens, implementation=launch).order
+        return case, steps
+
+    def split(self, pool: comm.ChannelPool, layer: moe.MoELayer, tokens: int) -> _Chains:
+        """A layer that is split over devices, and its parts."""
+        return self._case(layer, tokens), {
+            "step": _nothing,
+            "experts": layer.partial,
+            "all_reduce": functools.partial(_reduced, pool),
+            "layer": functools.partial(layer, pool=pool),
+            "psum": functools.partial(_psum_layer, layer),
+        }
+
+    def _repeats(self, what: str) -> int:
+        if capability.current().platform == "cpu":
+            return 1
+        return _REPEATS[what in ("step", "all_reduce")]
 
     def _case(self, layer: moe.MoELayer, tokens: int) -> dict[str, Value]:
         local = layer.local
@@ -203,8 +221,8 @@ class _Bench:
             "num_tokens": tokens,
         }
 
-    def _chain(
-        self, step: Step, num_tokens: int, params: list[moe.LayerParams]
+    def _program(
+        self, step: Step, num_tokens: int, params: _Params, repeats: int
     ) -> Callable[[], Callable[[], Any]]:
         """Returns what compiles a program that runs a chain several times, to a call of it."""
         xs = jax.random.normal(
@@ -219,7 +237,7 @@ class _Bench:
                 # Parts differ from device to device; the chain goes on with each device's own.
                 xs = lax.pcast(xs, (_AXIS,), to="varying")
             out = jnp.zeros_like(xs[0])
-            for _ in range(_REPEATS):
+            for _ in range(repeats):
                 for index, one in enumerate(params):
                     out = step(xs[index] + out * _FEEDBACK, one)
                     if mesh is None:
@@ -245,18 +263,6 @@ class _Bench:
 
         return compile
 
-    def _chains(
-        self, chosen: Mapping[str, Callable[[], Callable[[], Any]]], case: Mapping[str, Value]
-    ) -> list[Measurement]:
-        """Compiles chains side by side and times them in turns."""
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            calls = dict(zip(chosen, threads.map(_call, chosen.values()), strict=True))
-        return chains(calls, case, _LAYERS * _REPEATS, self.args.samples)
-
-
-def _call(compile: Callable[[], T]) -> T:
-    return compile()
-
 
 def _nothing(x: jax.Array, _: moe.LayerParams) -> jax.Array:
     return x
@@ -269,6 +275,10 @@ def _reduced(pool: comm.ChannelPool, x: jax.Array, _: moe.LayerParams) -> jax.Ar
 def _psum_layer(layer: moe.MoELayer, x: jax.Array, params: moe.LayerParams) -> jax.Array:
     summed: jax.Array = lax.psum(layer.partial(x, params), _AXIS)
     return summed
+
+
+def _routed_alone(layer: moe.MoELayer, x: jax.Array, params: moe.LayerParams) -> jax.Array:
+    return layer.partial(x, dataclasses.replace(params, shared=None))
 
 
 def _forced(layer: moe.MoELayer, num_tokens: int, launch: moe.Implementation) -> Step:

@@ -54,7 +54,10 @@ def take_turns(
 
 
 def chains(
-    calls: Mapping[str, Callable[[], Any]], case: Mapping[str, Value], steps: int, samples: int
+    calls: Mapping[str, Callable[[], Any]],
+    case: Mapping[str, Value],
+    steps: int | Mapping[str, int],
+    samples: int,
 ) -> list[Measurement]:
     """Times programs of many steps side by side; the times are of one step.
 
@@ -63,7 +66,7 @@ def chains(
     Args:
       calls: functions that run a program, by name.
       case: what they run on, for the record.
-      steps: the steps of each program.
+      steps: the steps of each program, of all or by name.
       samples: how many samples of each to take.
     """
     repeats = {}
@@ -74,7 +77,8 @@ def chains(
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(samples):
         for name, call in calls.items():
-            taken[name].append(_replays(call, repeats[name]) / steps)
+            each = steps if isinstance(steps, int) else steps[name]
+            taken[name].append(_replays(call, repeats[name]) / each)
     return [from_samples(name, case, times) for name, times in taken.items()]
 
 
