@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from layer_inputs import HIDDEN, INTERMEDIATE, make_layer, make_params, make_x, mesh_of, oracle
 
-from jax_b12x import comm, lane, moe
+from jax_b12x import comm, lane, moe, workspace
 from jax_b12x.moe import layer_routes, sharding
 
 P = PartitionSpec
@@ -442,3 +442,40 @@ def test_a_mesh_of_one_device_gives_what_no_mesh_gives(rng):
     layer = make_layer(mesh=mesh_of(tp=1), tensor_axis="tp")
     params, x = make_params(rng, layer), make_x(rng, 4)
     np.testing.assert_array_equal(run(layer, params, x), jax.jit(make_layer())(x, params))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "environment", "expected"),
+    [
+        ("nvfp4", "1", ["fork", "shared on aux", "router", "routed", "join", "add"]),
+        ("nvfp4", "0", ["fork", "shared on aux", "router", "join", "routed", "add"]),
+        ("w4a16", "1", ["fork", "shared on aux", "router", "join", "routed", "add"]),
+    ],
+)
+def test_the_shared_expert_is_submitted_before_the_routed_ones(
+    rng, monkeypatch, recipe, environment, expected
+):
+    monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", environment)
+    for layer in (make_layer(recipe=recipe), split_layer("tensor 2", recipe=recipe)):
+        params, x = make_params(rng, layer), make_x(rng, 4)
+        with moe.record_launches() as launches:
+            if layer.mesh is None:
+                jax.block_until_ready(jax.jit(layer)(x, params))
+            else:
+                run(layer, params, x)
+        assert [launch["steps"] for launch in launches] == [expected] * layer.world_size
+
+
+def test_workspaces_of_two_lanes_are_apart(rng):
+    layer = make_layer()
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    with workspace.WorkspacePool(lanes=("target", "draft")) as pool, pool.use():
+        step = jax.jit(lambda x, p: layer(x, p))
+        for name in ("target", "draft"):
+            with lane(name):
+                jax.block_until_ready(step(x, params))
+        records = pool.records()
+        assert sorted(record.lane for record in records) == ["draft", "target"]
+        with pytest.raises(ValueError, match="the lane is 'default', and workspace pool"):
+            step(x, params)
+        del step
