@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Iterator, Sequence
@@ -460,6 +461,7 @@ class _Taken:
 _pool = jax.make_user_context(None)
 
 
+@functools.cache
 def default() -> WorkspacePool:
     """Returns the pool that code uses which does nothing about workspaces."""
     return WorkspacePool._default()

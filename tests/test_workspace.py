@@ -316,7 +316,14 @@ def test_two_open_pools_have_two_names():
         assert first.name != second.name
 
 
-def test_the_default_pool_cannot_be_closed():
+def test_the_default_pool_is_there_and_cannot_be_closed(arguments):
+    assert workspace.default() is workspace.default()
+    before = len(workspace.default().records())
+    kept = compile_step(arguments, name="by_default")
+    programs = [record.program for record in workspace.default().records()]
+    assert "jit_by_default" in programs
+    assert len(programs) in (before, before + 1)  # it may take over what others have left
+    del kept
     with pytest.raises(workspace.WorkspaceError, match="stays open"):
         workspace.default().close()
 
