@@ -7,6 +7,6 @@ python=${1:-python3}
 for tool in memcheck racecheck; do
   echo "== $tool"
   XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform \
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-regex kns=sm90_moe \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-regex kns=sm90 \
     "$python" sanitize_cases.py
 done
