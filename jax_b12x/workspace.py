@@ -20,10 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
-import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import IO, Any, Literal, Self, TypeVar, get_args
 
 import jax
@@ -31,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_b12x import _native, lanes
+from jax_b12x.comm import lifetime
 from jax_b12x.comm.teardown import LocalGroup, TeardownRefusedError, teardown
 
 T = TypeVar("T")
@@ -112,7 +110,7 @@ class Place:
     lane: str
 
 
-class WorkspacePool:
+class WorkspacePool(lifetime.ClosesOnExit):
     """The owner of workspaces; a context manager that closes it.
 
     A compiled program knows its pool by name, so that it may be exported or come from the
@@ -214,22 +212,6 @@ class WorkspacePool:
             f"WorkspacePool({self.name!r}, isolation={self.isolation!r}, lanes={self.lanes}, "
             f"max_bytes={self.max_bytes}, {state})"
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as close_error:
-            if error is None:
-                raise
-            error.add_note(f"closing the workspace pool failed as well: {close_error}")
 
     @contextlib.contextmanager
     def use(self) -> Iterator[Self]:
@@ -356,31 +338,15 @@ class WorkspacePool:
         first_ids = dict(checkpoint.first_ids)
 
         def refusal() -> str:
-            held = self._held_since(first_ids)
-            if not held:
-                return ""
-            programs = sorted({f"{r.program} (workspace {r.id})" for r in held})
-            return (
-                f"{len(held)} workspace(s) taken since the checkpoint are held by executables that "
-                f"are alive: {', '.join(programs[:4])}{', ...' if programs[4:] else ''}; drop the "
-                "compiled functions first (`del step`, or `step.clear_cache()`)"
+            held = lifetime.still_held(
+                lambda: [r for r in self.records() if r.id >= first_ids[r.platform]]
             )
+            return lifetime.refusal(held, "workspace")
 
         try:
             self._take_down("rollback", first_ids, forever=False, refusal=refusal)
         except TeardownRefusedError as error:
             raise WorkspaceRollbackError(str(error)) from None
-
-    def _held_since(self, first_ids: dict[str, int]) -> list[WorkspaceRecord]:
-        """Returns the workspaces still held, once dropped executables had time to end."""
-        for attempt in range(20):
-            held = [r for r in self.records() if r.id >= first_ids[r.platform] and r.holders]
-            if not held:
-                break
-            if attempt == 0:
-                gc.collect()
-            time.sleep(0.01)
-        return held
 
     def close(self) -> None:
         """Frees all workspaces; programs that hold one give a clear error from now on.

@@ -386,3 +386,10 @@ def test_a_program_from_the_persistent_cache_leases_its_workspace_in_its_lane(tm
     assert [run[0] for run in runs] == ["miss", "hit"]
     assert runs[0][1:] == runs[1][1:]
     assert runs[1][1] == "[('jit__lambda', 'draft', 'leased')]"
+
+
+def test_a_closed_pool_is_not_entered_again():
+    with workspace.WorkspacePool() as pool:
+        pass
+    with pytest.raises(workspace.WorkspaceError, match=f"pool '{pool.name}' is closed"), pool:
+        pass

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import IO, Any, ClassVar, Literal, Self, TypeVar
+from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +14,7 @@ from rich.console import Console
 
 from jax_b12x import _native, config, lanes
 from jax_b12x.comm import cutoff as cutoff_lib
+from jax_b12x.comm import lifetime
 from jax_b12x.comm import transport as transport_lib
 from jax_b12x.comm.coordination import make_group
 from jax_b12x.comm.lease import ChannelRecord, Checkpoint, print_table
@@ -36,7 +34,7 @@ class RollbackRefusedError(ChannelError):
     """An executable that holds a channel taken since the checkpoint is alive."""
 
 
-class Pool:
+class Pool(lifetime.ClosesOnExit):
     """The channels of one mesh axis, whatever they carry; users make a pool of a kind.
 
     Each compiled executable that communicates over the axis leases channels from the pool when it
@@ -177,23 +175,6 @@ class Pool:
             f"isolation={self.isolation!r}, cutoff={self.cutoff}, {self._state})"
         )
 
-    def __enter__(self) -> Self:
-        self.require_open()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as close_error:
-            if error is None:
-                raise
-            error.add_note(f"closing the pool failed as well: {close_error}")
-
     @contextlib.contextmanager
     def ordered(self) -> Iterator[None]:
         """Gives the calls that are traced inside one order and, with shared channels, one channel.
@@ -287,31 +268,14 @@ class Pool:
             return
 
         def refusal() -> str:
-            held = self._held_since(checkpoint)
-            if not held:
-                return ""
-            programs = sorted({f"{r.program} (channel {r.id})" for r in held})
-            return (
-                f"{len(held)} channel(s) taken since the checkpoint are held by executables that "
-                f"are alive: {', '.join(programs[:4])}{', ...' if programs[4:] else ''}; drop the "
-                "compiled functions first (`del step`, or `step.clear_cache()`)"
-            )
+            first = checkpoint.first_id
+            held = lifetime.still_held(lambda: [r for r in self.records() if r.id >= first])
+            return lifetime.refusal(held, "channel")
 
         try:
             self._take_down("rollback", checkpoint.first_id, forever=False, refusal=refusal)
         except TeardownRefusedError as error:
             raise RollbackRefusedError(str(error)) from None
-
-    def _held_since(self, checkpoint: Checkpoint) -> list[ChannelRecord]:
-        """Returns the channels that are still held, once dropped executables had time to end."""
-        for attempt in range(20):
-            held = [r for r in self.records() if r.id >= checkpoint.first_id and r.holders]
-            if not held:
-                break
-            if attempt == 0:
-                gc.collect()
-            time.sleep(0.01)
-        return held
 
     def close(self) -> None:
         """Destroys all channels; programs that hold one give a clear error from now on.
