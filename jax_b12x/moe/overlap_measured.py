@@ -51,7 +51,8 @@ class OverlapTimes:
     date: str
 
 
-# By case, then by number of tokens; from `benchmarks/results/layer-*.json`.
+# By case, then by number of tokens; `tools/measured_overlap.py` writes it from
+# `benchmarks/results/layer-*.json`.
 MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {
     OverlapCase(
         recipe="nvfp4",
