@@ -130,7 +130,8 @@ def test_every_device_gets_the_same_bits_and_so_does_a_rerun(rng):
         np.testing.assert_array_equal(out, outs[0])
 
 
-def test_inside_a_shard_map_of_the_caller_the_layer_gives_the_same_bits(rng):
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_shard_map_of_the_caller_the_layer_gives_the_same_bits(rng, check_vma):
     layer = split_layer("tensor 2 x experts 2")
     params, x = make_params(rng, layer), make_x(rng, 4)
     prepared = layer.prepare(params)
@@ -141,6 +142,7 @@ def test_inside_a_shard_map_of_the_caller_the_layer_gives_the_same_bits(rng):
                 mesh=layer.mesh,
                 in_specs=(P(), layer.param_specs(prepared)),
                 out_specs=P(),
+                check_vma=check_vma,
             )
         )
         np.testing.assert_array_equal(inside(x, prepared), run(layer, params, x))

@@ -274,6 +274,8 @@ def test_explain_says_why_split_decode_was_chosen_or_not(monkeypatch):
         "split decode is the faster with the shared expert: fused 50.0 µs, split 40.0 (measured "
         "with 1 token, 2026-01-31)"
     )
+    assert "split, so that the layer's shared expert may run beside it" in won.routed.explain()
+    assert "forced" not in won.routed.explain()
     lost = decide(layer, 1, measured=measured_for(layer, split=60.0))
     assert lost.reasons[0].startswith("fused decode is the faster with the shared expert: fused 50")
     alone = make_layer(shared_intermediate=0).explain(1, device=H200)

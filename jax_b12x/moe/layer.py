@@ -67,7 +67,7 @@ class MoELayer:
       shared_format: ``"dense"`` (:class:`DenseExpert`) or ``"nvfp4"`` (packed, and computed in
         ``recipe``).
       recipe: the numeric contract of packed experts.
-      weight_format: of the routed experts; the recipe's first one if ``None``.
+      weight_format: of the routed experts: ``"nvfp4"``, or with ``w4a16`` also ``"mxfp4"``.
       activation: between the two products, of routed and shared experts.
       router: ``"softmax"`` or ``"sigmoid"``, as in :func:`~jax_b12x.moe.routing.route`; or a
         function of ``logits: f32[num_tokens, num_experts]`` and the token mask or ``None``, which

@@ -125,7 +125,7 @@ def decide(
     if split_decode is None:
         split_decode = config.NVFP4_SPLIT_DECODE.get()
     reasons: list[str] = []
-    choice = split_decode
+    prefers_split = False
     case = shapes.overlap_case
     may_split = shapes.recipe in SPLIT_RECIPES and num_tokens <= MAX_SPLIT_TOKENS
     forced = split_decode is not None and shapes.recipe in SPLIT_RECIPES
@@ -143,10 +143,10 @@ def decide(
             )
         else:
             tokens, times = row
-            choice = True if times.split < times.fused else None
+            prefers_split = times.split < times.fused
             reasons.append(
-                f"{'split' if choice else 'fused'} decode is the faster with the shared expert: "
-                f"fused {times.fused:.1f} µs, split {times.split:.1f} (measured with {tokens} "
+                f"{'split' if prefers_split else 'fused'} decode is the faster with the shared "
+                f"expert: fused {times.fused:.1f} µs, split {times.split:.1f} (measured with {tokens} "
                 f"token{'' if tokens == 1 else 's'}, {times.date})"
             )
     routed = make_plan(
@@ -159,10 +159,13 @@ def decide(
         dtype=dtype,
         activation=shapes.activation,
         weight_format=shapes.weight_format,
-        implementation=implementation,
+        implementation="split" if prefers_split else implementation,
         device=device,
-        split_decode=choice,
+        split_decode=split_decode,
     )
+    if prefers_split:
+        why = "split, so that the layer's shared expert may run beside it"
+        routed = dataclasses.replace(routed, reasons=(why, *routed.reasons[1:]))
     if routed.implementation in ("dynamic", "reference"):
         reasons.append("many tokens: router and dense expert are XLA's matrix products, in a row")
         return LayerPlan(routed, None, tuple(reasons))
