@@ -146,8 +146,8 @@ def decide(
             prefers_split = times.split < times.fused
             reasons.append(
                 f"{'split' if prefers_split else 'fused'} decode is the faster with the shared "
-                f"expert: fused {times.fused:.1f} µs, split {times.split:.1f} (measured with {tokens} "
-                f"token{'' if tokens == 1 else 's'}, {times.date})"
+                f"expert: fused {times.fused:.1f} µs, split {times.split:.1f} (measured with "
+                f"{tokens} token{'' if tokens == 1 else 's'}, {times.date})"
             )
     routed = make_plan(
         shapes.recipe,
