@@ -1,18 +1,21 @@
 // MoE decode on Hopper: both products of the touched experts at the speed of reading their weights
 // once.
 //
-// Weights are the MMA's A operand (16 rows), up to 8 tokens its N side. Each of a CTA's 16 warps
-// streams its own tiles through its own ring of bulk copies and meets the others only where partial
-// sums join. The parts below are shared by the fused kernel and the split ones, so that all give
-// the same bits.
+// Weights are the MMA's A operand (16 rows), up to 8 tokens its N side. One warp of a CTA requests
+// the CTA's weights, which are one stream (weight_stream.cuh); 16 warps multiply. The warps of a
+// team share a row tile along the reduction axis: each keeps its columns of an expert's activations
+// in registers for as many row tiles as come, and the team adds up at the end of each. The parts
+// below are shared by the fused kernel and the split ones, so that all give the same bits.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/formats/fp4_tile.cuh"
-#include "cuda/moe/activation.cuh"
-#include "cuda/moe/nvfp4_quantize.cuh"
+#include "cuda/moe/decode_output.cuh"
+#include "cuda/moe/decode_recipe.cuh"
 #include "cuda/moe/params.h"
+#include "cuda/moe/quantize_input.cuh"
+#include "cuda/moe/team_sum.cuh"
 #include "cuda/moe/weight_stream.cuh"
 #include "cuda/moe/work_list.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -20,626 +23,356 @@
 
 namespace b12x {
 
-// kFp16: the products' operands are fp16. kQuantized: activations are quantized to NVFP4 on the
-// fly.
-template <bool kFp16_, ScaleFormat kScale_, bool kQuantized_>
-struct DecodeRecipe {
-  static constexpr bool kFp16 = kFp16_;
-  static constexpr ScaleFormat kScale = kScale_;
-  static constexpr bool kQuantized = kQuantized_;
-  using Math = TileMath<kFp16, kScale>;
-  static_assert(!kQuantized || !kFp16, "quantized activations are bf16 numbers");
-};
-
-using W4A16Bf16 = DecodeRecipe<false, ScaleFormat::kE4M3, false>;
-using W4A16Fp16 = DecodeRecipe<true, ScaleFormat::kE4M3, false>;
-using W4A16Mxfp4 = DecodeRecipe<false, ScaleFormat::kE8M0, false>;
-using Nvfp4 = DecodeRecipe<false, ScaleFormat::kE4M3, true>;
-
 // Which products a launch computes.
 enum class DecodePart { kBoth, kFc1, kFc2 };
 
-// Adds the partial sums of a team's warps, in the order of the reduction axis. The warps take turns
-// in adding up; the others go on to their next unit.
-class TeamSum {
- public:
-  __device__ __forceinline__ TeamSum(uint32_t buffers, uint32_t barriers, const TeamShape& shape,
-                                     const TeamPlace& place)
-      : buffer_(buffers + (place.team << shape.log2_split) * 512),
-        full_(barriers + place.team * kMoeReduceStages * 8),
-        rank_(place.rank),
-        size_(shape.size) {}
-
-  // Whether this warp will be the one that adds up next.
-  __device__ __forceinline__ bool mine() const { return size_ == 1 || turn_ == rank_; }
-
-  // True in the warp that now holds the sum in `acc`. The same warp gets kRun sums in a row.
-  template <int kRun>
-  __device__ __forceinline__ bool add(float (&acc)[4], int lane) {
-    if (size_ == 1) return true;
-    const uint32_t stage = count_ % kMoeReduceStages;
-    const uint32_t parity = count_ / kMoeReduceStages & 1;
-    const uint32_t buffer = buffer_ + stage * (kMoeDecodeWarps * 512) + lane * 16;
-    const uint32_t full = full_ + stage * 8;
-    const uint32_t empty = full + kMoeDecodeWarps * kMoeReduceStages * 8;
-    ptx::mbarrier_wait(empty, parity ^ 1);
-    ptx::store_shared_16(buffer + rank_ * 512, {__float_as_uint(acc[0]), __float_as_uint(acc[1]),
-                                                __float_as_uint(acc[2]), __float_as_uint(acc[3])});
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(full);
-    const bool adds = mine();
-    ++count_;
-    if (count_ % kRun == 0 && ++turn_ == size_) turn_ = 0;
-    if (!adds) return false;
-    ptx::mbarrier_wait(full, parity);
-    acc[0] = acc[1] = acc[2] = acc[3] = 0.0f;
-#pragma unroll 4
-    for (uint32_t r = 0; r < size_; ++r) {
-      const uint4 part = ptx::load_shared_16(buffer + r * 512);
-      acc[0] = __fadd_rn(acc[0], __uint_as_float(part.x));
-      acc[1] = __fadd_rn(acc[1], __uint_as_float(part.y));
-      acc[2] = __fadd_rn(acc[2], __uint_as_float(part.z));
-      acc[3] = __fadd_rn(acc[3], __uint_as_float(part.w));
-    }
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(empty);
-    return true;
-  }
-
- private:
-  uint32_t buffer_, full_, rank_, size_;
-  uint32_t count_ = 0, turn_ = 0;
-};
-
 template <typename Recipe, DecodePart kPart>
-class MoeDecode {
+class MoeDecode : public DecodeOutput<Recipe> {
+  using Base = DecodeOutput<Recipe>;
+  using Base::item_of;
+  using Base::lane;
+  using Base::memory;
+  using Base::owner;
+  using Base::p;
+  using Base::tables;
+  using typename Base::Factors;
+  using typename Base::Math;
+
  public:
   static constexpr bool kHasFc1 = kPart != DecodePart::kFc2;
   static constexpr bool kHasFc2 = kPart != DecodePart::kFc1;
-  using Math = typename Recipe::Math;
-
-  static constexpr int kFc1Run =
-      Recipe::kQuantized ? 2 : 1;  // a quantization block is two row tiles
+  // A block of the intermediate's quantization is two row tiles.
+  static constexpr int kFc1Run = Recipe::kQuantized ? 2 : 1;
 
   __device__ __forceinline__ MoeDecode(const MoeDecodeParams& params, char* shared)
-      : p(params),
-        lane(threadIdx.x & 31),
-        warp(__shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0)),  // the same for all lanes, visibly
+      : Base(params, shared),
+        warp(threadIdx.x >> 5),
         base(ptx::smem_address(shared)),
-        memory(shared),
-        ring(base + p.plan.shared.ring + warp * p.geometry.stages * kChunkTiles * kTileBytes,
-             base + p.plan.shared.ring_barriers + warp * p.geometry.stages * 8, p.geometry.stages),
-        place1(TeamPlace::of(warp, p.plan.fc1, p.plan.shape.fc1_k_tiles)),
-        place2(TeamPlace::of(warp, p.plan.fc2, p.plan.shape.fc2_k_tiles)),
-        owner(p.geometry.fc2_order == Fc2Order::kOwner) {}
+        ring(base + p.plan.shared.ring, base + p.plan.shared.ring_barriers, p.geometry.stages) {}
 
-  // Lists the work.
-  __device__ __forceinline__ void begin() {
-    ring.init(lane);
-    // A barrier's address must be the same in all lanes of the instruction that sets it up: one
-    // lane of each warp sets up its share.
-    if (lane == 0) {
-      for (int product = 0; product < 2; ++product) {
-        const TeamShape& team = product == 0 ? p.plan.fc1 : p.plan.fc2;
-        if (team.size == 1) continue;  // nothing to add up
-        const int barriers = (kMoeDecodeWarps >> team.log2_split) * kMoeReduceStages;
-        for (int i = warp; i < barriers; i += kMoeDecodeWarps) {
-          const uint32_t full = reduce_barriers(product) + i * 8;
-          ptx::mbarrier_init(full, team.size);
-          ptx::mbarrier_init(full + kMoeDecodeWarps * kMoeReduceStages * 8, 1);
-        }
-      }
-    }
-    list_work();
-    __syncthreads();
-    items = tables().control[0];
+  // Warps have roles; a role's steps are to be run by its warps alone.
+  __device__ __forceinline__ bool is_multiplier() const { return warp < kMoeDecodeWarps; }
+  __device__ __forceinline__ bool is_requester() const { return warp == kRequester; }
 
-    walk1.left = walk2.left = 0;
-    if (kHasFc1 && place1.tiles > 0) {
-      start_share<kFc1Run>(walk1, items * p.plan.shape.fc1_row_tiles, p.plan.shape.fc1_row_tiles,
-                           kLog2Warps - p.plan.fc1.log2_split, place1.team);
-    }
-    if (kHasFc2 && place2.tiles > 0 && items > 0) {
-      const int log2_teams = kLog2Warps - p.plan.fc2.log2_split;
-      if (owner) {
-        walk2.start<1>(0, owned_tiles() * items, items, log2_teams, place2.team);
-      } else {
-        start_share<1>(walk2, items * p.plan.shape.fc2_row_tiles, p.plan.shape.fc2_row_tiles,
-                       log2_teams, place2.team);
-      }
-    }
-    if (kHasFc1) {
-      source = walk1;
-      source_product1 = true;
+  // The requester: lists a single token's work, and asks for all weights.
+  __device__ __forceinline__ void request() {
+    // Nothing else stands between a single token's routes and the first weights.
+    const bool one_token = p.num_tokens == 1;
+    int id = -1;
+    if (one_token && lane < p.top_k) id = p.topk_ids[lane];
+    if (lane == 0) ring.init();
+    __syncwarp();
+    if (one_token) {
+      list_one_token(p, tables(), lane, id);
+      __syncwarp();
+      pass_sync_all();
     } else {
-      source = walk2;
-      source_product1 = false;
+      sync_all();
     }
-    // What is needed later and is little is requested now, ahead of the weights: behind them it
-    // would wait until all of them have come.
-    for (int i = threadIdx.x; i < items; i += kMoeDecodeThreads) {
+    const uint64_t policy = ptx::evict_first_policy();
+    if (kHasFc1) request_units<1>(view_of<1>(), policy);
+    if (kHasFc2) request_units<2>(view_of<2>(), policy);
+  }
+
+  // The multipliers: list the work.
+  __device__ __forceinline__ void begin_multiplying() {
+    if (lane == 0) {
+      if (kHasFc1 && warp < p.plan.fc1.teams) sums(1).init(p.plan.fc1, warp);
+      if (kHasFc2 && warp < p.plan.fc2.teams) sums(2).init(p.plan.fc2, warp);
+    }
+    if (p.num_tokens > 1) list_many_tokens(p, tables());
+    sync_all();
+    if constexpr (Recipe::kQuantized && kHasFc1) {
+      if (p.plan.input_in_shared) {
+        quantize_input_for_this_cta(p, base + p.plan.shared.input);
+        sync_multipliers();
+      }
+    }
+  }
+
+  // Product 1 is h = activation(x * w13), 2 is y = h * w2, for every row.
+  template <int kProduct>
+  __device__ __forceinline__ void multiply() {
+    const Product it = view_of<kProduct>();
+    // Few chunks of activations stay in registers; more come anew for each unit.
+    switch (it.shape.chunks) {
+      case 1:
+        return multiply_units<kProduct, 1>(it);
+      case 2:
+        return multiply_units<kProduct, 2>(it);
+      case 3:
+        return multiply_units<kProduct, 3>(it);
+      default:
+        return multiply_units<kProduct, 0>(it);
+    }
+  }
+
+  // The finishers: bring near what is needed later and is little.
+  __device__ __forceinline__ void begin_finishing() {
+    sync_all();
+    const int thread = threadIdx.x - 32 * (kRequester + 1);
+#pragma unroll 1
+    for (int i = thread; i < items(); i += 32 * kMoeFinishWarps) {
       const int e = WorkItem::unpack(tables().items[i]).expert;
-      ptx::prefetch_to_l2(p.w13_global + 2 * e);
-      ptx::prefetch_to_l2(p.w2_global + e);
+      if (kHasFc1) ptx::prefetch_to_l2(p.w13_global + 2 * e);
+      if (kHasFc2) ptx::prefetch_to_l2(p.w2_global + e);
       if (Recipe::kQuantized) ptx::prefetch_to_l2(p.w2_input + e);
     }
-    const int pairs = p.num_tokens * p.top_k;
-#pragma unroll
-    for (int i = 0; i < kPairsPerThread; ++i) {
-      const int pair = threadIdx.x + i * kMoeDecodeThreads;
-      pair_weights[i] = kHasFc2 && pair < pairs ? p.topk_weights[pair] : 0.0f;
-    }
-    if constexpr (Recipe::kQuantized && kHasFc1) {
-      start_stream();
-      if (p.plan.input_in_shared) {
-        quantize_input_for_this_cta();
-        __syncthreads();
-      }
-    }
-  }
-
-  // Starts the weights on their way. The first activations should have been requested.
-  __device__ __forceinline__ void start_stream() {
+    if (kHasFc2) {
 #pragma unroll 1
-    for (int s = 0; s < p.geometry.stages; ++s) {
-      refill(0);
-      ring.advance();
-    }
-    ring.rewind();
-    const int pairs = p.num_tokens * p.top_k;
-#pragma unroll
-    for (int i = 0; i < kPairsPerThread; ++i) {
-      const int pair = threadIdx.x + i * kMoeDecodeThreads;
-      if (kHasFc2 && pair < pairs) tables().pair_weight[pair] = pair_weights[i];
-    }
-  }
-
-  // Quantizes this CTA's share of x to global memory. Whoever reads it must wait for the whole
-  // grid.
-  __device__ __forceinline__ void quantize_input_share() {
-    const int chunks = p.plan.shape.fc1_k_tiles * (kTileColumns / 8);
-    const int total = p.num_tokens * chunks;
-    for (int first = blockIdx.x * kMoeDecodeThreads; first < total;
-         first += gridDim.x * kMoeDecodeThreads) {
-      const int i = first + threadIdx.x;
-      const int token = i / chunks, chunk = i - token * chunks;
-      const uint4 v = quantized_chunk(i < total ? token : 0, chunk);
-      if (i < total) static_cast<uint4*>(p.input)[i] = v;
-    }
-  }
-
-  // h = activation(x * w13), for every row.
-  __device__ __forceinline__ void fc1() {
-    const char* rows;
-    int64_t row_bytes;
-    if (Recipe::kQuantized && p.plan.input_in_shared) {
-      rows = memory + p.plan.shared.input;
-      row_bytes = p.plan.shared.input_row_bytes;
-    } else if (Recipe::kQuantized) {
-      rows = static_cast<const char*>(p.input);
-      row_bytes = p.plan.shape.fc1_k_tiles * kTileColumns * 2;
-    } else {
-      rows = static_cast<const char*>(p.x);
-      row_bytes = int64_t{p.hidden} * 2;
-    }
-    product<1>(rows, row_bytes, !Recipe::kQuantized && p.hidden % kTileColumns != 0);
-  }
-
-  // y = h * w2, for every row.
-  __device__ __forceinline__ void fc2() {
-    product<2>(static_cast<const char*>(p.h), p.plan.shape.fc2_k_tiles * kTileColumns * 2, false);
-  }
-
-  // out = sum over top-k of weight * y, in the order of the slots; NaN where `valid` is false.
-  __device__ __forceinline__ void finish_owner(bool valid = true) {
-    __syncthreads();  // y of all warps
-    const WorkTables t = tables();
-    const int column = threadIdx.x & 15;
-    for (int tile = 0; tile < owned_tiles(); ++tile) {
-      const float* y = y_rows() + tile * p.num_tokens * p.top_k * 16 + column;
-      const int row = (blockIdx.x + tile * gridDim.x) * 16 + column;
-      for (int token = threadIdx.x >> 4; token < p.num_tokens; token += kMoeDecodeThreads / 16) {
-        float total = 0.0f;
-        for (int s = 0; s < p.top_k; ++s) {
-          const uint32_t y_row = t.pair_row[token * p.top_k + s];
-          if (y_row == kNoRow) continue;
-          total = __fmaf_rn(t.pair_weight[token * p.top_k + s], y[y_row * 16], total);
-        }
-        if (row < p.hidden) store_out(token, row, valid ? total : __uint_as_float(kNanBits));
+      for (int i = thread; i < p.num_tokens * p.top_k; i += 32 * kMoeFinishWarps) {
+        tables().pair_weight[i] = p.topk_weights[i];
       }
     }
   }
 
-  __device__ __forceinline__ void finish_expert(bool valid = true) {
-    const WorkTables t = tables();
-    const int columns = p.plan.shape.fc2_row_tiles * 16;
-    const int quads = p.hidden / 4;
-    for (int i = blockIdx.x * kMoeDecodeThreads + threadIdx.x; i < p.num_tokens * quads;
-         i += gridDim.x * kMoeDecodeThreads) {
-      const int token = i / quads, column = (i - token * quads) * 4;
-      float total[4] = {};
-      for (int s = 0; s < p.top_k; ++s) {
-        const uint32_t y_row = t.pair_row[token * p.top_k + s];
-        if (y_row == kNoRow) continue;
-        const float weight = t.pair_weight[token * p.top_k + s];
-        const uint4 y = ptx::load_16(p.y + static_cast<int64_t>(y_row) * columns + column);
-        total[0] = __fmaf_rn(weight, __uint_as_float(y.x), total[0]);
-        total[1] = __fmaf_rn(weight, __uint_as_float(y.y), total[1]);
-        total[2] = __fmaf_rn(weight, __uint_as_float(y.z), total[2]);
-        total[3] = __fmaf_rn(weight, __uint_as_float(y.w), total[3]);
-      }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        store_out(token, column + c, valid ? total[c] : __uint_as_float(kNanBits));
-      }
-    }
+  // Add up and finish what the multipliers hand on.
+  template <int kProduct>
+  __device__ __forceinline__ void finish() {
+    finish_units<kProduct>(view_of<kProduct>());
   }
 
   // Only the tables that finish_expert() reads.
   __device__ __forceinline__ void begin_finish() {
-    list_work();
+    if (p.num_tokens > 1) {
+      list_many_tokens(p, tables());
+    } else if (warp == 0) {
+      list_one_token(p, tables(), lane, lane < p.top_k ? p.topk_ids[lane] : -1);
+    }
+#pragma unroll 1
     for (int i = threadIdx.x; i < p.num_tokens * p.top_k; i += kMoeDecodeThreads) {
       tables().pair_weight[i] = p.topk_weights[i];
     }
-    __syncthreads();
+    sync_multipliers();
   }
 
  private:
-  __device__ __forceinline__ WorkTables tables() const {
-    const MoeDecodeSharedLayout& s = p.plan.shared;
-    WorkTables t;
-    t.items = reinterpret_cast<uint32_t*>(memory + s.items);
-    t.pair_weight = reinterpret_cast<float*>(memory + s.pair_weight);
-    t.pair_row = reinterpret_cast<uint16_t*>(memory + s.pair_row);
-    t.row_token = reinterpret_cast<uint16_t*>(memory + s.row_token);
-    t.control = reinterpret_cast<uint32_t*>(memory + s.control);
-    t.prologue = reinterpret_cast<uint32_t*>(memory + s.reduce);
-    return t;
-  }
-  __device__ __forceinline__ float* y_rows() const {
-    return reinterpret_cast<float*>(memory + p.plan.shared.y);
-  }
-  __device__ __forceinline__ uint32_t reduce_barriers(int product) const {
-    return base + p.plan.shared.reduce_barriers +
-           product * 2 * kMoeDecodeWarps * kMoeReduceStages * 8;
-  }
-  __device__ __forceinline__ int owned_tiles() const {
-    return p.plan.owned_tiles + (static_cast<int>(blockIdx.x) < p.plan.owned_remainder);
+  static constexpr int kRequester = kMoeDecodeWarps;  // the warps after it finish
+
+  __device__ __forceinline__ int items() const { return tables().control[0]; }
+  __device__ __forceinline__ TeamSums sums(int product) const {
+    return TeamSums(base + p.plan.shared.reduce,
+                    base + p.plan.shared.reduce_barriers + (product - 1) * TeamSums::kBarrierBytes);
   }
 
-  __device__ __forceinline__ void list_work() {
-    if (p.num_tokens == 1) {
-      if (warp == 0) list_one_token(p, tables(), lane);
-    } else {
-      list_many_tokens(p, tables());
-    }
-  }
-
-  // A unit of the second product: (owned row tile, item) or (item, row tile).
-  __device__ __forceinline__ int fc2_item(const UnitWalk& unit) const {
-    return owner ? unit.minor : unit.major;
-  }
-  __device__ __forceinline__ int fc2_row_tile(const UnitWalk& unit) const {
-    return owner ? static_cast<int>(blockIdx.x + unit.major * gridDim.x) : unit.minor;
-  }
-
-  // Requests the next chunk of this warp's stream, if there is one.
-  // `nothing` is 0.
-  __device__ __forceinline__ void refill(uint32_t nothing) {
-    if (source_tiles == 0) {
-      if (kHasFc1 && kHasFc2 && source_product1 && source.left == 0) {
-        source_product1 = false;
-        source = walk2;
-      }
-      if (source.left == 0) return;
-      const bool first = kHasFc1 && source_product1;
-      const MoeDecodeShape& shape = p.plan.shape;
-      const int expert =
-          WorkItem::unpack(tables().items[first ? source.major : fc2_item(source)]).expert;
-      const uint32_t row = first ? expert * shape.fc1_row_tiles + source.minor
-                                 : expert * shape.fc2_row_tiles + fc2_row_tile(source);
-      const uint32_t k_tiles = first ? shape.fc1_k_tiles : shape.fc2_k_tiles;
-      const int first_tile = first ? place1.first_tile : place2.first_tile;
-      source_tile = (first ? p.w13 : p.w2) + static_cast<uint64_t>(row) * (k_tiles * kTileBytes) +
-                    first_tile * kTileBytes;
-      source_tiles = first ? place1.tiles : place2.tiles;
-      if (first) {
-        source.template next<kFc1Run>();
-      } else {
-        source.template next<1>();
-      }
-    }
-    const int tiles = min(source_tiles, kChunkTiles);
-    ring.load(source_tile + nothing, tiles, lane);
-    source_tile += tiles * kTileBytes;
-    source_tiles -= tiles;
-  }
-
-  // The chunk at hand has been read: its place takes the next one of the stream. `last_read` is
-  // what the last read gave. Every lane must have it before the copy engine may write there, so the
-  // request is made to depend on it; a barrier would only order the reads' issue.
-  __device__ __forceinline__ void release_chunk(uint32_t last_read) {
-    refill(__reduce_or_sync(0xFFFFFFFFu, last_read) & p.plan.zero);
-    ring.advance();
-  }
-
-  // One of the two products: every unit of this warp's team, over this warp's tiles of the
-  // reduction axis. `rows` holds the activations, `row_bytes` apart; `ragged` says that rows end
-  // within the last tile.
-  template <int kProduct>
-  __device__ __forceinline__ void product(const char* rows, int64_t row_bytes, bool ragged) {
-    constexpr int kRun = kProduct == 1 ? kFc1Run : 1;
-    constexpr int kTileRowBytes = kTileColumns * 2;
-    const TeamPlace& place = kProduct == 1 ? place1 : place2;
-    TeamSum sum(base + p.plan.shared.reduce, reduce_barriers(kProduct - 1),
-                kProduct == 1 ? p.plan.fc1 : p.plan.fc2, place);
-    // This lane's columns of the first tile, and how many columns a ragged row has from there on.
-    rows += place.first_tile * kTileRowBytes + (lane & 3) * 16;
-    const int columns = p.hidden - place.first_tile * kTileColumns - (lane & 3) * 8;
-
-    UnitWalk unit = kProduct == 1 ? walk1 : walk2;
-    uint4 b0[4], b1[4];  // of the two tiles at hand
-    const char* next = nullptr;
-    if (unit.left > 0) {
-      next = rows + activation_row<kProduct>(unit) * row_bytes;
-      load_activations(b0, next, ragged, columns);
-      load_activations(b1, place.tiles > 1 ? next + kTileRowBytes : next, ragged,
-                       columns - kTileColumns);
-    }
-    // Quantized activations are made after the stream is under way, and an fc2 of its own starts it
-    // before it waits for the fc1.
-    if (kProduct == 1 && !Recipe::kQuantized) start_stream();
-    float held[2] = {0.0f, 0.0f};
-    while (unit.left > 0) {
-      UnitWalk after = unit;
-      after.template next<kRun>();
-      Factors factors{};
-      if (sum.mine()) factors = factors_of<kProduct>(unit);
-      float acc0[4] = {}, acc1[4] = {};
-#pragma unroll 1
-      for (int k = 0; k < place.tiles;) {
-        const bool two = k + 1 < place.tiles;
-        const uint32_t tile = ring.wait();
-        const TileRegisters weights0 = TileRegisters::load(tile, lane);
-        const TileRegisters weights1 = TileRegisters::load(two ? tile + kTileBytes : tile, lane);
-        release_chunk(weights1.words[1].w);
-        Math::multiply(weights0, b0, acc0, acc1);
-        // The next tiles' activations; after the last tile of all, the same ones, for nothing.
-        k += kChunkTiles;
-        next += kChunkTiles * kTileRowBytes;
-        int left = columns - k * kTileColumns;
-        int tiles_left = place.tiles - k;
-        if (tiles_left <= 0) {
-          next = rows;
-          left = columns;
-          tiles_left = place.tiles;
-          if (after.left > 0) next += activation_row<kProduct>(after) * row_bytes;
-        }
-        load_activations(b0, next, ragged, left);
-        if (two) Math::multiply(weights1, b1, acc0, acc1);
-        load_activations(b1, tiles_left > 1 ? next + kTileRowBytes : next, ragged,
-                         left - kTileColumns);
-      }
-      join(acc0, acc1);
-      if (sum.template add<kRun>(acc0, lane)) {
-        if constexpr (kProduct == 1) {
-          finish_fc1(unit, factors, acc0, held);
-        } else {
-          finish_fc2(unit, factors, acc0);
-        }
-      }
-      unit = after;
-    }
-  }
-
-  // What the sums of an expert are multiplied with, and the scale that its intermediate is
-  // quantized with.
-  struct Factors {
-    float first, second;  // gate and up, or down and nothing
-    float intermediate;
+  // What the warps have to know of a product.
+  struct Product {
+    const TeamShape& shape;
+    int row_tiles, k_tiles;
+    UnitShare share;
   };
-
   template <int kProduct>
-  __device__ __forceinline__ Factors factors_of(const UnitWalk& unit) const {
-    const int e =
-        WorkItem::unpack(tables().items[kProduct == 1 ? unit.major : fc2_item(unit)]).expert;
-    Factors f{1.0f, 1.0f, 1.0f};
-    if constexpr (Recipe::kQuantized) f.intermediate = p.w2_input[e];
+  __device__ __forceinline__ Product view_of() const {
+    const MoeDecodeShape& shape = p.plan.shape;
+    const int row_tiles = kProduct == 1 ? shape.fc1_row_tiles : shape.fc2_row_tiles;
+    const int run = kProduct == 1 ? kFc1Run : 1;
+    const UnitShare share = kProduct == 2 && owner
+                                ? UnitShare{0, 0, items(), this->owned_tiles() * items(), 1}
+                                : UnitShare::of_grid(items() * row_tiles, row_tiles, run);
+    return {kProduct == 1 ? p.plan.fc1 : p.plan.fc2, row_tiles,
+            kProduct == 1 ? shape.fc1_k_tiles : shape.fc2_k_tiles, share};
+  }
+
+  // Requests a product's weights: each lane its team's. Run by one warp.
+  template <int kProduct>
+  __device__ __forceinline__ void request_units(const Product& it, uint64_t policy) {
+    const int split = it.shape.split, units = it.share.units;
+    const uint8_t* weights = kProduct == 1 ? p.w13 : p.w2;
+    UnitWalk unit = UnitWalk::of(it.share, it.shape.teams, lane);
+    while (true) {
+      const bool mine = lane < it.shape.teams && unit.index < units;
+      const uint32_t teams = __popc(__ballot_sync(0xFFFFFFFFu, mine));
+      if (teams == 0) return;
+      const uint8_t* source = nullptr;
+      if (mine) {
+        const bool owned = kProduct == 2 && owner;
+        const int expert = WorkItem::unpack(tables().items[owned ? unit.minor : unit.major]).expert;
+        const int row_tile = owned ? this->owned_row_tile(unit.major) : unit.minor;
+        const uint32_t row = expert * it.row_tiles + row_tile;
+        source = weights + static_cast<uint64_t>(row) * (it.k_tiles * kTileBytes);
+      }
+#pragma unroll 1
+      for (int left = it.k_tiles; left > 0; left -= split) {
+        const uint32_t bytes = min(left, split) * kTileBytes;
+        if (lane == 0) ring.open(teams * bytes);
+        __syncwarp();
+        if (mine) ring.request(lane * split * kTileBytes, source, bytes, policy);
+        source += bytes;
+        ring.advance();
+      }
+      unit.next();
+    }
+  }
+
+  // Multiplies this warp's tiles of a product's units, at most kChunks of a unit; 0 stands for any
+  // number.
+  template <int kProduct, int kChunks>
+  __device__ __forceinline__ void multiply_units(const Product& it) {
+    constexpr int kHeld = kChunks == 0 ? 1 : kChunks;
+    const int split = it.shape.split, k_tiles = it.k_tiles, units = it.share.units;
+    const int team = it.shape.team_of >> 4 * warp & 15, rank = it.shape.rank_of >> 4 * warp & 15;
+    // The activations: this lane's columns of the first tile, and how many columns a row has from
+    // there on.
+    int columns = k_tiles * kTileColumns;
+    int64_t row_bytes = columns * 2;
+    const char* rows = static_cast<const char*>(p.h);
     if constexpr (kProduct == 1) {
-      const float2 scales = *reinterpret_cast<const float2*>(p.w13_global + 2 * e);
-      const float input = Recipe::kQuantized ? usable_global_scale(*p.w13_input) : 1.0f;
-      f.first = __fmul_rn(input, scales.x);
-      f.second = __fmul_rn(input, scales.y);
-    } else {
-      f.first = p.w2_global[e];
       if constexpr (Recipe::kQuantized) {
-        f.first = __fmul_rn(usable_global_scale(f.intermediate), f.first);
+        rows = static_cast<const char*>(p.input);
+        if (p.plan.input_in_shared) {
+          rows = memory + p.plan.shared.input;
+          row_bytes = p.plan.shared.input_row_bytes;
+        }
+      } else {
+        rows = static_cast<const char*>(p.x);
+        columns = p.hidden;
+        row_bytes = int64_t{columns} * 2;
       }
     }
-    f.first *= Math::kProductScale;  // a power of two: exact
-    f.second *= Math::kProductScale;
-    return f;
+    rows += rank * kTileRowBytes + (lane & 3) * 16;
+    columns -= rank * kTileColumns + (lane & 3) * 8;
+    const int chunks = it.shape.chunks;
+    const bool last_exists = (chunks - 1) * split + rank < k_tiles;
+    const uint32_t tile = base + p.plan.shared.ring + warp * kTileBytes;
+    const TeamSums sums = this->sums(kProduct);
+    const uint32_t slot = sums.slot(warp, lane);
+
+    // Every warp goes through the stages of all steps; this warp's team has the units of the first.
+    const int steps = it.share.units_of(it.shape.teams, 0);
+    const int mine = it.shape.idle >> warp & 1 ? 0 : it.share.units_of(it.shape.teams, team);
+    UnitWalk unit = UnitWalk::of(it.share, it.shape.teams, team);
+    uint32_t count = 0;
+#pragma unroll 1
+    while (count < mine) {
+      // Units of the same activations.
+      const char* row = rows + activation_row<kProduct>(unit) * row_bytes;
+      uint4 b[kHeld][4];
+      auto load = [&](uint4(&to)[4], int chunk) {
+        const int tiles = chunk * split;
+        load_activations(to, row + tiles * kTileRowBytes, columns - tiles * kTileColumns);
+      };
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) load(b[k], k);
+      uint32_t end = count;
+      if (kProduct == 1 && p.num_tokens == 1) {
+        end = mine;
+      } else {
+        const int major = unit.major, minor = unit.minor;
+#pragma unroll 1
+        do {
+          unit.next();
+          ++end;
+        } while (end < mine &&
+                 (kProduct == 2 && owner ? unit.minor == minor : unit.major == major));
+      }
+#pragma unroll 1
+      for (; count < end; ++count) {
+        float acc[2][2][4] = {};
+        auto multiply = [&](const uint4(&with)[4], float (&acc)[2][4]) {
+          ring.wait();
+          const TileRegisters weights = TileRegisters::load(tile + ring.offset(), lane);
+          // What waits for these has waited for all reads.
+          ring.release((weights.words[0].x | weights.words[1].w | weights.scales.y) & p.plan.zero,
+                       lane);
+          Math::multiply(weights, with, acc[0], acc[1]);
+        };
+        if constexpr (kChunks > 0) {
+#pragma unroll
+          for (int k = 0; k + 1 < kChunks; ++k) multiply(b[k], acc[k & 1]);
+          if (last_exists) {
+            multiply(b[kHeld - 1], acc[(kHeld - 1) & 1]);
+          } else {
+            skip();
+          }
+        } else {
+#pragma unroll 1
+          for (int k = 0; k < chunks; ++k) {
+            if (k + 1 == chunks && !last_exists) {
+              skip();
+              continue;
+            }
+            load(b[0], k);
+            multiply(b[0], acc[0]);
+          }
+        }
+        float sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[i] = __fadd_rn(acc[0][0][i], acc[0][1][i]);
+          if (kChunks > 1) sum[i] = __fadd_rn(sum[i], __fadd_rn(acc[1][0][i], acc[1][1][i]));
+        }
+        sums.put(sum, team, count, slot, lane);
+      }
+    }
+#pragma unroll 1
+    for (int left = (steps - mine) * chunks; left > 0; --left) skip();
+  }
+
+  // Sees a stage pass in which this warp has nothing.
+  __device__ __forceinline__ void skip() {
+    ring.wait();
+    ring.release(0, lane);
+  }
+
+  // Adds up and finishes this warp's units of a product.
+  template <int kProduct>
+  __device__ __forceinline__ void finish_units(const Product& it) {
+    // A barrier tells only its last two phases apart. So many walkers that each has seen, or taken,
+    // a team's sum number n - kMoeReduceStages before it waits for number n.
+    constexpr int kWalkers = kProduct == 1 && kFc1Run == 2 ? 2 : kMoeFinishWarps;
+    static_assert(kWalkers * (kProduct == 1 ? kFc1Run : 1) <= kMoeReduceStages);
+    const int walker = warp - kRequester - 1, units = it.share.units;
+    UnitWalk unit = UnitWalk::of(it.share, kWalkers, walker);
+    if (walker >= kWalkers || unit.index >= units) return;
+    const TeamSums sums = this->sums(kProduct);
+    int team = walker;
+    uint32_t count = 0;
+    float held[2] = {0.0f, 0.0f};
+    Factors factors = this->template factors_of<kProduct>(unit);
+#pragma unroll 1
+    while (unit.index < units) {
+#pragma unroll 1
+      for (; team >= it.shape.teams; team -= it.shape.teams) count += it.share.run;
+      const UnitWalk before = unit;
+      unit.next();
+      Factors next{};
+      if (unit.index < units) next = this->template factors_of<kProduct>(unit);
+      float acc[4];
+      sums.take(acc, it.shape, team, count + (before.ends_run() ? it.share.run - 1 : 0), lane);
+      if constexpr (kProduct == 1) {
+        this->finish_fc1(before, factors, acc, held);
+      } else {
+        this->finish_fc2(before, factors, acc);
+      }
+      factors = next;
+      if (before.ends_run()) team += kWalkers;
+    }
   }
 
   // The row of activations that this lane multiplies. Lanes without a token take the last token's:
   // their columns of the product are thrown away.
   template <int kProduct>
   __device__ __forceinline__ int activation_row(const UnitWalk& unit) const {
-    const WorkItem item =
-        WorkItem::unpack(tables().items[kProduct == 1 ? unit.major : fc2_item(unit)]);
+    const WorkItem item = this->template item_of<kProduct>(unit);
     const int row = item.first_row + min(lane >> 2, item.rows - 1);
     return kProduct == 1 ? tables().row_token[row] : row;
   }
 
-  // `columns`: how many columns a ragged row has left, from this lane's first one on.
+  // `columns`: how many columns a row has left, from this lane's first one on.
   static __device__ __forceinline__ void load_activations(uint4 (&b)[4], const char* from,
-                                                          bool ragged, int columns) {
-    if (ragged && columns < kTileColumns) {
+                                                          int columns) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        b[j] = 32 * j < columns ? ptx::load_16(from + 64 * j) : uint4{0, 0, 0, 0};
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) b[j] = ptx::load_16(from + 64 * j);
+    for (int j = 0; j < 4; ++j) {
+      b[j] = uint4{0, 0, 0, 0};
+      if (32 * j < columns) b[j] = ptx::load_16(from + 64 * j);
     }
   }
 
-  static __device__ __forceinline__ void join(float (&acc0)[4], const float (&acc1)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) acc0[i] = __fadd_rn(acc0[i], acc1[i]);
-  }
+  static constexpr int kTileRowBytes = kTileColumns * 2;
 
-  // All of x, quantized, to shared memory.
-  __device__ __forceinline__ void quantize_input_for_this_cta() {
-    const int chunks = p.plan.shape.fc1_k_tiles * (kTileColumns / 8);
-    const uint32_t input = base + p.plan.shared.input;
-    for (int token = 0; token < p.num_tokens; ++token) {
-#pragma unroll 1
-      for (int first = 0; first < chunks; first += kMoeDecodeThreads) {
-        const int chunk = first + threadIdx.x;
-        const uint4 v = quantized_chunk(token, chunk);
-        if (chunk < chunks) {
-          ptx::store_shared_16(input + token * p.plan.shared.input_row_bytes + chunk * 16, v);
-        }
-      }
-    }
-  }
-
-  // 8 of a block's 16 numbers, quantized; the others are in the neighbouring lane. Zero past the
-  // end.
-  __device__ __forceinline__ uint4 quantized_chunk(int token, int chunk) const {
-    const float global_scale = *p.w13_input;
-    uint4 v = {0, 0, 0, 0};
-    if (chunk * 8 < p.hidden) {
-      v = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.x) +
-                                          static_cast<int64_t>(token) * p.hidden + chunk * 8);
-    }
-    uint32_t words[4] = {v.x, v.y, v.z, v.w};
-    float x[8], amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      x[i] = to_float(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)), p.x_is_fp16);
-      amax = max_or_nan(amax, fabsf(x[i]));
-    }
-    amax = max_or_nan(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
-    const float scale = nvfp4_block_scale(amax, global_scale);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] = from_float(nvfp4_round(x[2 * i], scale, global_scale), false) |
-                 uint32_t{from_float(nvfp4_round(x[2 * i + 1], scale, global_scale), false)} << 16;
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-
-  // Sums of 8 intermediate columns (gate in acc[0..1], up in acc[2..3]; tokens 2 t and 2 t + 1) ->
-  // h.
-  __device__ __forceinline__ void finish_fc1(const UnitWalk& unit, const Factors& factors,
-                                             const float (&acc)[4], float (&held)[2]) {
-    const WorkItem item = WorkItem::unpack(tables().items[unit.major]);
-    const int row_tile = unit.minor;
-    const int g = lane >> 2, t = lane & 3;
-    const int column = row_tile * 8 + g;
-    float gate_bias = 0.0f, up_bias = 0.0f;
-    if (p.w13_bias != nullptr && column < p.intermediate) {
-      const float* bias =
-          p.w13_bias + static_cast<int64_t>(item.expert) * 2 * p.intermediate + column;
-      gate_bias = bias[0];
-      up_bias = bias[p.intermediate];
-    }
-    float h[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      h[i] = activate(p.activation, p.alpha, p.limit,
-                      __fadd_rn(__fmul_rn(acc[i], factors.first), gate_bias),
-                      __fadd_rn(__fmul_rn(acc[2 + i], factors.second), up_bias));
-    }
-    const int width = p.plan.shape.fc2_k_tiles * kTileColumns;
-    uint16_t* out = static_cast<uint16_t*>(p.h) + static_cast<int64_t>(item.first_row) * width;
-    if constexpr (Recipe::kQuantized) {
-      if ((row_tile & 1) == 0) {  // the block's other half comes next, to this warp
-        held[0] = h[0];
-        held[1] = h[1];
-        return;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float amax = max_or_nan(fabsf(held[i]), fabsf(h[i]));
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          amax = max_or_nan(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
-        }
-        const float scale = nvfp4_block_scale(amax, factors.intermediate);
-        if (2 * t + i < item.rows) {
-          uint16_t* row = out + (2 * t + i) * width + column;
-          row[-8] = from_float(nvfp4_round(held[i], scale, factors.intermediate), false);
-          row[0] = from_float(nvfp4_round(h[i], scale, factors.intermediate), false);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (2 * t + i < item.rows)
-          out[(2 * t + i) * width + column] = from_float(h[i], Recipe::kFp16);
-      }
-    }
-    if (row_tile == p.plan.shape.fc1_row_tiles - 1) {
-      // The padding of h meets weights that are zero, and must not be a NaN.
-      const int pad = width - p.plan.shape.fc1_row_tiles * 8;
-      for (int i = lane; i < item.rows * pad; i += 32) {
-        out[i / pad * width + p.plan.shape.fc1_row_tiles * 8 + i % pad] = 0;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void finish_fc2(const UnitWalk& unit, const Factors& factors,
-                                             const float (&acc)[4]) {
-    const WorkItem item = WorkItem::unpack(tables().items[fc2_item(unit)]);
-    const int g = lane >> 2, t = lane & 3;
-    const int first = fc2_row_tile(unit) * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = g + (i / 2) * 8;
-      const int token = 2 * t + (i & 1);
-      if (token >= item.rows) continue;
-      float y = __fmul_rn(acc[i], factors.first);
-      if (p.w2_bias != nullptr && first + column < p.hidden) {
-        y = __fadd_rn(y, p.w2_bias[static_cast<int64_t>(item.expert) * p.hidden + first + column]);
-      }
-      const int row = item.first_row + token;
-      if (owner) {
-        y_rows()[(unit.major * p.num_tokens * p.top_k + row) * 16 + column] = y;
-      } else {
-        p.y[static_cast<int64_t>(row) * p.plan.shape.fc2_row_tiles * 16 + first + column] = y;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void store_out(int token, int column, float value) {
-    const bool fp16 = Recipe::kQuantized ? p.x_is_fp16 != 0 : Recipe::kFp16;
-    static_cast<uint16_t*>(p.out)[static_cast<int64_t>(token) * p.hidden + column] =
-        from_float(value, fp16);
-  }
-
-  static constexpr uint32_t kNanBits = 0x7FFFFFFF;
-
-  const MoeDecodeParams& p;
-  const int lane, warp;
+  const int warp;
   const uint32_t base;
-  char* const memory;
   WeightRing ring;
-  const TeamPlace place1, place2;
-  const bool owner;
-  int items = 0;
-  UnitWalk walk1, walk2;
-  static constexpr int kPairsPerThread = kMoeMaxTokens * kMoeMaxTopK / kMoeDecodeThreads;
-  float pair_weights[kPairsPerThread];  // on their way to shared memory
-
-  // The stream of weights that this warp requests, ahead of those that it multiplies.
-  UnitWalk source;
-  bool source_product1 = true;
-  int source_tiles = 0;
-  const uint8_t* source_tile = nullptr;
 };
 
 }  // namespace b12x

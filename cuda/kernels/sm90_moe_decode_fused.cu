@@ -1,6 +1,4 @@
 // Fused MoE decode: one cooperative launch, a grid barrier between the two products.
-#include <cooperative_groups.h>
-
 #include "cuda/kernels/sm90_moe_decode.cuh"
 #include "cuda/kernels/sm90_moe_decode_kernels.h"
 #include "cuda/moe/grid_barrier.cuh"
@@ -8,42 +6,51 @@
 namespace b12x {
 namespace {
 
-// Every CTA waits for every other; false when they are not all on the GPU.
-__device__ __forceinline__ bool sync_grid(const MoeDecodeParams& params, GridBarrier& barrier) {
-  if (params.barrier.word == nullptr) {  // the caller keeps no word: the driver's own, unbounded
-    cooperative_groups::this_grid().sync();
-    return true;
-  }
-  __syncthreads();
+// Every CTA waits for every other; false when they are not all on the GPU. The weights go on coming
+// meanwhile: their warp takes no part. The finishers come with the barrier, the multipliers
+// without.
+__device__ __forceinline__ bool sync_grid(GridBarrier* barrier = nullptr) {
+  sync_workers();
   bool arrived = true;
-  if (threadIdx.x == 0) {
-    barrier.arrive();
-    arrived = barrier.wait();
+  if (barrier != nullptr && threadIdx.x == kMoeDecodeLaunchThreads - 32) {
+    barrier->arrive();
+    arrived = barrier->wait();
   }
-  return __syncthreads_and(arrived) != 0;
+  return all_workers(arrived);
 }
 
 template <typename Recipe>
-__global__ void __launch_bounds__(kMoeDecodeThreads, 1)
+__global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     sm90_moe_decode_fused(const __grid_constant__ MoeDecodeParams params) {
   extern __shared__ __align__(128) char shared[];
   MoeDecode<Recipe, DecodePart::kBoth> decode(params, shared);
-  GridBarrier barrier;
-  if (threadIdx.x == 0) barrier.begin(params.barrier);
-  bool resident = true;
-  decode.begin();
-  if (Recipe::kQuantized && !params.plan.input_in_shared) {
-    decode.quantize_input_share();
-    resident &= sync_grid(params, barrier);
-  }
-  decode.fc1();
-  resident &= sync_grid(params, barrier);
-  decode.fc2();
-  if (params.geometry.fc2_order == Fc2Order::kOwner) {
-    decode.finish_owner(resident);
+  const bool sync_input = Recipe::kQuantized && !params.plan.input_in_shared;
+  const bool sum_over_grid = params.geometry.fc2_order == Fc2Order::kExpert;
+  if (decode.is_multiplier()) {
+    decode.begin_multiplying();
+    if (sync_input) {
+      quantize_input_share(params);
+      sync_grid();
+    }
+    decode.template multiply<1>();
+    sync_grid();
+    decode.template multiply<2>();
+    if (sum_over_grid) decode.finish_expert(sync_grid());
   } else {
-    resident &= sync_grid(params, barrier);
-    decode.finish_expert(resident);
+    if (decode.is_requester()) return decode.request();
+    GridBarrier barrier;
+    if (threadIdx.x == kMoeDecodeLaunchThreads - 32) barrier.begin(params.barrier);
+    decode.begin_finishing();
+    bool resident = true;
+    if (sync_input) resident &= sync_grid(&barrier);
+    decode.template finish<1>();
+    resident &= sync_grid(&barrier);
+    decode.template finish<2>();
+    if (sum_over_grid) {
+      sync_grid(&barrier);
+    } else {
+      decode.finish_owner(resident);
+    }
   }
 }
 

@@ -12,33 +12,45 @@ namespace {
 template <typename Recipe>
 __global__ void __launch_bounds__(kMoeDecodeThreads, 1)
     sm90_moe_decode_quantize(const __grid_constant__ MoeDecodeParams params) {
-  extern __shared__ __align__(128) char shared[];
   ptx::launch_dependents();
-  MoeDecode<Recipe, DecodePart::kFc1>(params, shared).quantize_input_share();
+  quantize_input_share(params);
 }
 
 template <typename Recipe>
-__global__ void __launch_bounds__(kMoeDecodeThreads, 1)
+__global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     sm90_moe_decode_fc1(const __grid_constant__ MoeDecodeParams params) {
   extern __shared__ __align__(128) char shared[];
   ptx::launch_dependents();
   MoeDecode<Recipe, DecodePart::kFc1> decode(params, shared);
-  decode.begin();
-  if (Recipe::kQuantized && !params.plan.input_in_shared) ptx::wait_for_prior_kernel();
-  decode.fc1();
+  if (decode.is_multiplier()) {
+    decode.begin_multiplying();
+    if (Recipe::kQuantized && !params.plan.input_in_shared) ptx::wait_for_prior_kernel();
+    decode.template multiply<1>();
+  } else {
+    if (decode.is_requester()) return decode.request();
+    decode.begin_finishing();
+    decode.template finish<1>();
+  }
 }
 
 template <typename Recipe>
-__global__ void __launch_bounds__(kMoeDecodeThreads, 1)
+__global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     sm90_moe_decode_fc2(const __grid_constant__ MoeDecodeParams params) {
   extern __shared__ __align__(128) char shared[];
   ptx::launch_dependents();
   MoeDecode<Recipe, DecodePart::kFc2> decode(params, shared);
-  decode.begin();
-  decode.start_stream();
-  ptx::wait_for_prior_kernel();
-  decode.fc2();
-  if (params.geometry.fc2_order == Fc2Order::kOwner) decode.finish_owner();
+  if (decode.is_multiplier()) {
+    decode.begin_multiplying();
+    ptx::wait_for_prior_kernel();
+    decode.template multiply<2>();
+  } else {
+    if (decode.is_requester()) return decode.request();
+    decode.begin_finishing();
+    // What an earlier kernel reads must not be written before it has ended.
+    ptx::wait_for_prior_kernel();
+    decode.template finish<2>();
+    if (params.geometry.fc2_order == Fc2Order::kOwner) decode.finish_owner();
+  }
 }
 
 // The last step of Fc2Order::kExpert.

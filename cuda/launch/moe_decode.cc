@@ -9,9 +9,7 @@ constexpr int kMaxSharedBytes = 232448;  // 227 KB: what one CTA may have on SM9
 
 const char* refusal(const MoeDecodeParams& p) {
   const MoeDecodeGeometry& g = p.geometry;
-  auto split_ok = [](int32_t split) {
-    return split >= 1 && split <= kMoeDecodeWarps && (split & (split - 1)) == 0;
-  };
+  auto split_ok = [](int32_t split) { return split >= 1 && split <= kMoeDecodeWarps; };
   if (p.top_k < 1 || p.top_k > kMoeMaxTopK) return "top_k must be between 1 and 16";
   if (p.num_experts < 1 || p.num_experts > kMoeMaxExperts) {
     return "num_experts must be between 1 and 1024";
@@ -25,9 +23,9 @@ const char* refusal(const MoeDecodeParams& p) {
     return "num_tokens * top_k * hidden (or intermediate) is too large for one launch";
   }
   if (g.grid < 1 || g.grid > kMoeMaxGrid) return "geometry.grid must be between 1 and 4096";
-  if (g.stages < 1 || g.stages > 32) return "geometry.stages must be between 1 and 32";
-  if (!split_ok(g.fc1_split)) return "geometry.fc1_split must be 1, 2, 4, 8 or 16";
-  if (!split_ok(g.fc2_split)) return "geometry.fc2_split must be 1, 2, 4, 8 or 16";
+  if (g.stages < 1 || g.stages > 12) return "geometry.stages must be between 1 and 12";
+  if (!split_ok(g.fc1_split)) return "geometry.fc1_split must be between 1 and 16";
+  if (!split_ok(g.fc2_split)) return "geometry.fc2_split must be between 1 and 16";
   if (g.fc2_order != Fc2Order::kOwner && g.fc2_order != Fc2Order::kExpert) {
     return "geometry.fc2_order must be 0 (owner) or 1 (expert)";
   }
@@ -35,7 +33,8 @@ const char* refusal(const MoeDecodeParams& p) {
 }
 
 cudaError_t launch_kernel(MoeDecodeKernel kernel, const MoeDecodeParams& params, int shared_bytes,
-                          cudaStream_t stream, cudaLaunchAttributeID attribute_id) {
+                          cudaStream_t stream, cudaLaunchAttributeID attribute_id,
+                          int threads = kMoeDecodeLaunchThreads) {
   // Idempotent and cheap; a capture allows it.
   if (cudaError_t e =
           cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
@@ -45,7 +44,7 @@ cudaError_t launch_kernel(MoeDecodeKernel kernel, const MoeDecodeParams& params,
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(params.geometry.grid);
-  config.blockDim = dim3(kMoeDecodeThreads);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   if (attribute_id == cudaLaunchAttributeCooperative) {
@@ -73,13 +72,14 @@ cudaError_t launch_group(const MoeDecodeParams& params, DecodeRecipeId recipe, D
   cudaError_t e = cudaSuccess;
   auto first = cudaLaunchAttributeIgnore;
   if (kernels.quantize != nullptr && !params.plan.input_in_shared) {
-    e = launch_kernel(kernels.quantize, params, 0, stream, cudaLaunchAttributeIgnore);
+    e = launch_kernel(kernels.quantize, params, 0, stream, cudaLaunchAttributeIgnore,
+                      kMoeDecodeThreads);
     first = kOverlap;
   }
   if (e == cudaSuccess) e = launch_kernel(kernels.fc1, params, shared_bytes, stream, first);
   if (e == cudaSuccess) e = launch_kernel(kernels.fc2, params, shared_bytes, stream, kOverlap);
   if (e == cudaSuccess && params.geometry.fc2_order == Fc2Order::kExpert) {
-    e = launch_kernel(kernels.sum, params, shared_bytes, stream, kOverlap);
+    e = launch_kernel(kernels.sum, params, shared_bytes, stream, kOverlap, kMoeDecodeThreads);
   }
   return e;
 }
@@ -106,6 +106,9 @@ LaunchStatus launch_moe_decode(MoeDecodeParams params, DecodeRecipeId recipe, De
                                void* scratch, int64_t scratch_bytes, cudaStream_t stream,
                                DecodeResidency residency) {
   if (const char* reason = refusal(params)) return {cudaErrorInvalidValue, reason};
+  if (launch == DecodeLaunch::kFused && params.barrier.word == nullptr) {
+    return {cudaErrorInvalidValue, "a fused launch needs the word of a grid barrier"};
+  }
   const int32_t num_tokens = params.num_tokens;
   const bool quantized = recipe == DecodeRecipeId::kNvfp4;
   const MoeDecodeScratch sizes = moe_decode_scratch(

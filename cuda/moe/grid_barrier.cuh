@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "cuda/moe/params.h"
+#include "cuda/ptx/grid_word.cuh"
 
 namespace b12x {
 
@@ -29,7 +30,7 @@ class GridBarrier {
     fault_ = params.fault;
     timeout_ns_ = params.timeout_ns;
     // This CTA has not arrived, so no barrier of this launch can have ended yet.
-    if (word_ != nullptr) ended_ = barriers_ended(load_relaxed());
+    ended_ = barriers_ended(ptx::load_relaxed(word_));
   }
 
   // Announces that this CTA is here. What its threads wrote before a barrier among them is visible
@@ -37,23 +38,23 @@ class GridBarrier {
   __device__ __forceinline__ void arrive() {
     const uint64_t all = uint64_t{1} << kGridBarrierArrivalBits;
     const uint64_t share = blockIdx.x == 0 ? all - (gridDim.x - 1) : 1;
-    asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(word_), "l"(share) : "memory");
+    ptx::add_release(word_, share);
   }
 
   // Waits for the others; false when the barrier has failed. A barrier among the CTA's threads has
   // to follow.
   __device__ __forceinline__ bool wait() {
     ++ended_;
-    uint64_t seen = load_acquire();
+    uint64_t seen = ptx::load_acquire(word_);
     if (passed(seen)) return (seen & kGridBarrierFailed) == 0;
-    const uint64_t begin = global_nanoseconds();
+    const uint64_t begin = ptx::global_nanoseconds();
     for (;;) {
 #pragma unroll 1
       for (int i = 0; i < kPollsBetweenClocks; ++i) {
-        seen = load_acquire();
+        seen = ptx::load_acquire(word_);
         if (passed(seen)) return (seen & kGridBarrierFailed) == 0;
       }
-      if (global_nanoseconds() - begin > timeout_ns_) fail(seen);
+      if (ptx::global_nanoseconds() - begin > timeout_ns_) fail(seen);
     }
   }
 
@@ -68,29 +69,8 @@ class GridBarrier {
   }
   // Sets the failure bit unless the word has changed since it was `seen`.
   __device__ __forceinline__ void fail(uint64_t seen) {
-    uint64_t before;
-    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
-                 : "=l"(before)
-                 : "l"(word_), "l"(seen), "l"(seen | kGridBarrierFailed)
-                 : "memory");
-    if (before == seen && fault_ != nullptr) {
-      asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(fault_) : "memory");
-    }
-  }
-  __device__ __forceinline__ uint64_t load_relaxed() const {
-    uint64_t v;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word_) : "memory");
-    return v;
-  }
-  __device__ __forceinline__ uint64_t load_acquire() const {
-    uint64_t v;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(word_) : "memory");
-    return v;
-  }
-  static __device__ __forceinline__ uint64_t global_nanoseconds() {
-    uint64_t v;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
-    return v;
+    const uint64_t before = ptx::compare_and_swap(word_, seen, seen | kGridBarrierFailed);
+    if (before == seen && fault_ != nullptr) ptx::store_for_host(fault_, 1);
   }
 
   uint64_t* word_ = nullptr;

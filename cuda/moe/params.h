@@ -20,19 +20,23 @@ enum class Fc2Order : int32_t {
 // Launch geometry; jax_b12x/moe/geometry_cuda.py chooses it.
 struct MoeDecodeGeometry {
   int32_t grid;       // CTAs; all resident at once
-  int32_t stages;     // chunks of two weight tiles in flight a warp
-  int32_t fc1_split;  // warps that share a row tile of the first product: 1, 2, 4, 8 or 16
+  int32_t stages;     // places in the ring of weights
+  int32_t fc1_split;  // warps that share a row tile of the first product: 1..16
   int32_t fc2_split;  // likewise of the second product
   Fc2Order fc2_order;
 };
 
-inline constexpr int kMoeDecodeWarps = 16;
+inline constexpr int kMoeDecodeWarps = 16;  // that multiply
 inline constexpr int kMoeDecodeThreads = 32 * kMoeDecodeWarps;
+// Beside them, three warps add up and finish what they multiplied, and one requests the weights.
+inline constexpr int kMoeFinishWarps = 3;
+inline constexpr int kMoeDecodeLaunchThreads = kMoeDecodeThreads + 32 * kMoeFinishWarps + 32;
 inline constexpr int kMoeMaxGrid = 1 << 12;
 inline constexpr int kMoeMaxTokens = 64;
 inline constexpr int kMoeMaxTopK = 16;
 inline constexpr int kMoeMaxExperts = 1024;
-inline constexpr int kChunkTiles = 2;       // weight tiles that a warp requests at a time
+inline constexpr int kMoeTileBytes = 1152;
+inline constexpr int kMoeStageBytes = kMoeDecodeWarps * kMoeTileBytes;  // a tile for every warp
 inline constexpr int kMoeTokenGroup = 8;    // tokens that one pass over a weight tile serves
 inline constexpr int kMoeReduceStages = 4;  // partial sums in flight a team
 
@@ -61,12 +65,12 @@ B12X_HOST_DEVICE inline MoeDecodeShape ShapeOf(int32_t hidden, int32_t intermedi
 
 // Byte offsets of what lies in shared memory; the same on host and device.
 struct MoeDecodeSharedLayout {
-  int32_t ring;    // [warps][stages][2] weight tiles
+  int32_t ring;    // [stages][warps] weight tiles
   int32_t reduce;  // [reduce stages][warps][32 lanes] float4; the prologue's tables before that
   int32_t y;       // kOwner: [owned row tiles][rows][16] float
   int32_t input;   // quantized x [tokens], where it lies here
   int32_t input_row_bytes;
-  int32_t ring_barriers;    // [warps][stages]
+  int32_t ring_barriers;    // [full, empty][stages]
   int32_t reduce_barriers;  // [2 products][full, empty][warps][reduce stages]
   int32_t items;            // [items] packed
   int32_t pair_weight;      // [tokens * top_k] float
@@ -83,7 +87,7 @@ inline MoeDecodeSharedLayout SharedLayoutOf(int32_t num_tokens, int32_t top_k, i
   const int32_t pairs = num_tokens * top_k;
   MoeDecodeSharedLayout s;
   s.ring = 0;
-  s.reduce = kMoeDecodeWarps * geometry.stages * kChunkTiles * 1152;
+  s.reduce = geometry.stages * kMoeStageBytes;
   s.y = s.reduce + kMoeReduceStages * kMoeDecodeWarps * 512;
   s.input = s.y + (geometry.fc2_order == Fc2Order::kOwner
                        ? CeilDiv(shape.fc2_row_tiles, geometry.grid) * pairs * 64
@@ -91,7 +95,7 @@ inline MoeDecodeSharedLayout SharedLayoutOf(int32_t num_tokens, int32_t top_k, i
   // 64 bytes more than a multiple of 128: the rows of two tokens meet no bank twice.
   s.input_row_bytes = shape.fc1_k_tiles * 256 + 64;
   s.ring_barriers = s.input + (input_in_shared ? num_tokens * s.input_row_bytes : 0);
-  s.reduce_barriers = s.ring_barriers + kMoeDecodeWarps * geometry.stages * 8;
+  s.reduce_barriers = s.ring_barriers + 2 * geometry.stages * 8;
   s.items = s.reduce_barriers + 4 * kMoeDecodeWarps * kMoeReduceStages * 8;
   s.pair_weight = s.items + pairs * 4;
   s.pair_row = s.pair_weight + pairs * 4;
@@ -101,11 +105,16 @@ inline MoeDecodeSharedLayout SharedLayoutOf(int32_t num_tokens, int32_t top_k, i
   return s;
 }
 
-// How the warps of a CTA form teams: the warps of a team share a row tile along the reduction axis.
+// How the warps of a CTA form teams: the warps of a team share a row tile, and take its tiles along
+// the reduction axis in turns. The tiles that all warps take at a time are one stage of the ring.
 struct TeamShape {
-  int32_t log2_split;  // warps a team, as a power of two
-  int32_t slice;       // tiles of the reduction axis a warp; the last warps may get fewer or none
-  int32_t size;        // warps of a team that have tiles at all
+  int32_t split;     // warps a team
+  int32_t teams;     // of a CTA
+  int32_t chunks;    // tiles a warp and row tile; the last one may not exist for all
+  int32_t size;      // warps of a team that have tiles at all
+  uint32_t idle;     // a bit for each warp that has no team, or no tiles
+  uint64_t team_of;  // of each warp, four bits a warp
+  uint64_t rank_of;  // its place in the team, likewise
 };
 
 // Everything that follows from shapes and geometry alone, worked out once on the host: the kernel's
@@ -116,17 +125,29 @@ struct MoeDecodePlan {
   MoeDecodeSharedLayout shared;
   bool
       input_in_shared;  // nvfp4: every CTA quantizes x for itself, rather than all of them together
-  uint32_t zero;        // 0, unknown to the compiler; see MoeDecode::release_chunk
+  uint32_t zero;        // 0, unknown to the compiler; see WeightRing::release
   int32_t owned_tiles;  // kOwner: row tiles that every CTA has ...
   int32_t owned_remainder;  // ... and how many CTAs have one more
 };
 
-B12X_HOST_DEVICE inline TeamShape TeamShapeOf(int32_t k_tiles, int32_t split) {
-  TeamShape team{};
-  while ((1 << team.log2_split) < split) ++team.log2_split;
-  team.slice = CeilDiv(k_tiles, split);
-  team.size = CeilDiv(k_tiles, team.slice);
-  return team;
+inline TeamShape TeamShapeOf(int32_t k_tiles, int32_t split) {
+  TeamShape shape{split,
+                  kMoeDecodeWarps / split,
+                  CeilDiv(k_tiles, split),
+                  split < k_tiles ? split : k_tiles,
+                  0,
+                  0,
+                  0};
+  for (int32_t warp = 0; warp < kMoeDecodeWarps; ++warp) {
+    const int32_t team = warp / split, rank = warp % split;
+    if (team >= shape.teams || rank >= shape.size) {
+      shape.idle |= uint32_t{1} << warp;
+      continue;
+    }
+    shape.team_of |= static_cast<uint64_t>(team) << 4 * warp;
+    shape.rank_of |= static_cast<uint64_t>(rank) << 4 * warp;
+  }
+  return shape;
 }
 
 inline MoeDecodePlan PlanOf(int32_t num_tokens, int32_t top_k, int32_t hidden, int32_t intermediate,

@@ -1,4 +1,11 @@
-// The order in which a warp reads weights, and the ring that keeps its next tiles in flight.
+// The stream of a CTA's weights: which tiles, in which order, and the ring that holds the next
+// ones.
+//
+// A CTA takes its units (row tiles of touched experts) a step at a time, one unit a team, and each
+// step chunk by chunk along the reduction axis, one tile a warp. The tiles of a chunk are one stage
+// of the ring: its warp asks for stage after stage, and a stage's place is used again when all
+// warps have let go of it. Weights do not depend on activations: the second product's are on their
+// way while the first one's sums are still being exchanged.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +18,8 @@
 
 namespace b12x {
 
+static_assert(kTileBytes == kMoeTileBytes);
+
 // a / b for numbers below 2^24 (the launcher sees to that): a guess in floating point, put right.
 __device__ __forceinline__ uint32_t divide(uint32_t a, uint32_t b) {
   uint32_t q = __float2uint_rz(__fdividef(static_cast<float>(a), static_cast<float>(b)));
@@ -20,32 +29,59 @@ __device__ __forceinline__ uint32_t divide(uint32_t a, uint32_t b) {
   return q;
 }
 
-// A team's walk over units (major, minor): minor runs fastest, up to `limit`. A run of one or two
-// neighbouring units goes to one team, the next run to the next team.
-struct UnitWalk {
-  int32_t major = 0, minor = 0, limit = 1, jump = 0, left = 0;
+// The units of one CTA in one product: `units` of them from unit (major, minor) on. `limit` minors
+// make a major. In the first product, and in the second one of Fc2Order::kExpert, a unit is (item,
+// row tile); in the second one of Fc2Order::kOwner it is (owned row tile, item). Runs of one or two
+// neighbouring units go to one team.
+struct UnitShare {
+  int32_t major, minor, limit, units, run;
 
-  // Takes the team's share of `units` units that begin at unit `first`.
-  template <int kRun>
-  __device__ __forceinline__ void start(uint32_t first, uint32_t units, uint32_t unit_limit,
-                                        int log2_teams, int team) {
-    const int runs = units / kRun;
-    limit = unit_limit;
-    jump = (kRun << log2_teams) - (kRun - 1);
-    left = team < runs ? (((runs - 1 - team) >> log2_teams) + 1) * kRun : 0;
-    const uint32_t unit = first + team * kRun;
-    major = divide(unit, unit_limit);
-    minor = unit - major * limit;
+  // This CTA's contiguous share of `all` units, in whole runs.
+  static __device__ __forceinline__ UnitShare of_grid(uint32_t all, uint32_t limit, uint32_t run) {
+    const uint32_t runs = all / run;
+    const uint32_t share = divide(runs, gridDim.x), rest = runs - share * gridDim.x;
+    const uint32_t begin = (blockIdx.x * share + min(blockIdx.x, rest)) * run;
+    const uint32_t major = divide(begin, limit);
+    return {static_cast<int32_t>(major), static_cast<int32_t>(begin - major * limit),
+            static_cast<int32_t>(limit), static_cast<int32_t>((share + (blockIdx.x < rest)) * run),
+            static_cast<int32_t>(run)};
   }
 
-  template <int kRun>
+  // How many of them go to one of several walkers.
+  __device__ __forceinline__ int units_of(int walkers, int walker) const {
+    const int runs = units / run;
+    return walker < runs ? (divide(runs - 1 - walker, walkers) + 1) * run : 0;
+  }
+};
+
+// A walk over the units of a share, for one of several walkers: one run after another goes to one
+// walker after another.
+struct UnitWalk {
+  int32_t major, minor;
+  int32_t index;  // of the unit in the share; the walk is over when it reaches share.units
+  int32_t limit, jump, run;
+
+  static __device__ __forceinline__ UnitWalk of(const UnitShare& share, int walkers, int walker) {
+    if (share.units == 0) return {0, 0, 0, 1, 1, 1};
+    UnitWalk walk{share.major, share.minor + walker * share.run, walker * share.run,
+                  share.limit, (walkers - 1) * share.run + 1,    share.run};
+    walk.carry();
+    return walk;
+  }
+
+  // Whether the next unit is of another run.
+  __device__ __forceinline__ bool ends_run() const { return run == 1 || (index & 1) != 0; }
+
   __device__ __forceinline__ void next() {
-    --left;
-    if (kRun == 2 && (minor & 1) == 0) {
-      ++minor;
-      return;
-    }
-    minor += jump;
+    const int step = ends_run() ? jump : 1;
+    minor += step;
+    index += step;
+    carry();
+  }
+
+ private:
+  __device__ __forceinline__ void carry() {
+#pragma unroll 1
     while (minor >= limit) {
       minor -= limit;
       ++major;
@@ -53,82 +89,66 @@ struct UnitWalk {
   }
 };
 
-// A warp's place in its team: which tiles of the reduction axis it takes.
-struct TeamPlace {
-  int32_t team, rank, first_tile;
-  int32_t tiles;  // 0 when there is nothing for this warp
-
-  static __device__ __forceinline__ TeamPlace of(int warp, const TeamShape& shape, int k_tiles) {
-    TeamPlace place;
-    place.team = warp >> shape.log2_split;
-    place.rank = warp - (place.team << shape.log2_split);
-    place.first_tile = place.rank * shape.slice;
-    place.tiles = max(0, min(shape.slice, k_tiles - place.first_tile));
-    return place;
-  }
-};
-
-inline constexpr int kLog2Warps = 4;
-static_assert(1 << kLog2Warps == kMoeDecodeWarps);
-
-// Starts the walk over this CTA's contiguous share of `units` units.
-template <int kRun>
-__device__ __forceinline__ void start_share(UnitWalk& walk, uint32_t units, uint32_t limit,
-                                            int log2_teams, int team) {
-  const uint32_t runs = units / kRun;
-  const uint32_t share = divide(runs, gridDim.x), rest = runs - share * gridDim.x;
-  const uint32_t begin = blockIdx.x * share + min(blockIdx.x, rest);
-  walk.start<kRun>(begin * kRun, (share + (blockIdx.x < rest)) * kRun, limit, log2_teams, team);
-}
-
-// The ring of one warp: its chunks of tiles of the first product, then of the second, `stages` of
-// them in flight. Weights do not depend on activations, so the second product's chunks arrive while
-// the first one's sums are still being exchanged. The warp is its own producer: one lane requests,
-// all read.
+// The ring. Every warp, and the one that requests, goes through all stages in order.
 class WeightRing {
  public:
   __device__ __forceinline__ WeightRing(uint32_t ring, uint32_t barriers, int stages)
-      : ring_(ring), barriers_(barriers), policy_(ptx::evict_first_policy()), stages_(stages) {}
+      : ring_(ring),
+        barrier_(barriers),
+        last_barrier_(barriers + 8 * (stages - 1)),
+        empty_(8 * stages) {}
 
-  // Sets up the barriers; run by the whole warp.
-  __device__ __forceinline__ void init(int lane) {
-    if (lane == 0) {
-      for (int i = 0; i < stages_; ++i) ptx::mbarrier_init(barriers_ + 8 * i, 1);
+  // Sets up the barriers; run by one thread.
+  __device__ __forceinline__ void init() const {
+#pragma unroll 1
+    for (uint32_t full = barrier_; full <= last_barrier_; full += 8) {
+      ptx::mbarrier_init(full, 1);
+      ptx::mbarrier_init(full + empty_, kMoeDecodeWarps);
     }
     ptx::fence_mbarrier_init();
+  }
+
+  // Waits for the stage at hand.
+  __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(barrier_, parity_); }
+
+  // Where it is in the ring.
+  __device__ __forceinline__ uint32_t offset() const { return place_; }
+
+  // Lets go of the stage at hand and turns to the next one; run by a whole warp. `nothing` is 0 and
+  // made of what this lane's last read gave: every lane must have that read's data before the copy
+  // engine may write there.
+  __device__ __forceinline__ void release(uint32_t nothing, int lane) {
     __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier_ + empty_ + nothing);
+    advance();
   }
 
-  // Waits for the chunk at hand and returns where it is.
-  __device__ __forceinline__ uint32_t wait() const {
-    ptx::mbarrier_wait(barriers_ + 8 * stage_, parity_);
-    return ring_ + stage_ * kChunkBytes;
+  // Waits for room and announces `bytes`; run by one thread.
+  __device__ __forceinline__ void open(uint32_t bytes) const {
+    ptx::mbarrier_wait(barrier_ + empty_, parity_ ^ 1);
+    ptx::mbarrier_arrive_expect_bytes(barrier_, bytes);
   }
 
-  // Starts the copy of `tiles` tiles into the stage at hand. The warp has read what was there.
-  __device__ __forceinline__ void load(const uint8_t* source, int tiles, int lane) {
-    if (lane == 0) {
-      const uint32_t barrier = barriers_ + 8 * stage_;
-      ptx::mbarrier_arrive_expect_bytes(barrier, tiles * kTileBytes);
-      ptx::bulk_load(ring_ + stage_ * kChunkBytes, source, tiles * kTileBytes, barrier, policy_);
-    }
+  // Requests part of the stage at hand.
+  __device__ __forceinline__ void request(uint32_t offset, const uint8_t* source, uint32_t bytes,
+                                          uint64_t policy) const {
+    ptx::bulk_load(ring_ + place_ + offset, source, bytes, barrier_, policy);
   }
 
   __device__ __forceinline__ void advance() {
-    if (++stage_ == stages_) {
-      stage_ = 0;
+    place_ += kMoeStageBytes;
+    barrier_ += 8;
+    if (barrier_ > last_barrier_) {
+      barrier_ -= empty_;
+      place_ = 0;
       parity_ ^= 1;
     }
   }
 
-  __device__ __forceinline__ void rewind() { stage_ = 0, parity_ = 0; }
-
  private:
-  static constexpr int kChunkBytes = kChunkTiles * kTileBytes;
-  uint32_t ring_, barriers_;
-  uint64_t policy_;
-  int stages_, stage_ = 0;
-  uint32_t parity_ = 0;
+  uint32_t ring_;
+  uint32_t place_ = 0, barrier_;  // of the stage at hand; its other barrier is `empty_` further
+  uint32_t last_barrier_, empty_, parity_ = 0;
 };
 
 }  // namespace b12x

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "cuda/moe/params.h"
+#include "cuda/ptx/named_barrier.cuh"
 
 namespace b12x {
 
@@ -39,11 +40,23 @@ struct WorkTables {
   uint32_t* prologue;  // scratch of the prologue: [3][num_experts] words
 };
 
-// One token: its pairs in order are its items. Run by one warp.
+// The warps of a CTA that multiply, those that finish, both of these, and all with the one that
+// requests weights: each meets at a barrier of its own.
+inline constexpr int kMoeWorkerThreads = kMoeDecodeLaunchThreads - 32;
+__device__ __forceinline__ void sync_multipliers() { ptx::named_sync<1, kMoeDecodeThreads>(); }
+__device__ __forceinline__ void sync_all() { ptx::named_sync<2, kMoeDecodeLaunchThreads>(); }
+// Counts as having come to sync_all(), without waiting.
+__device__ __forceinline__ void pass_sync_all() { ptx::named_arrive<2, kMoeDecodeLaunchThreads>(); }
+__device__ __forceinline__ void sync_workers() { ptx::named_sync<3, kMoeWorkerThreads>(); }
+// True when all of their threads say so.
+__device__ __forceinline__ bool all_workers(bool value) {
+  return ptx::named_all<3, kMoeWorkerThreads>(value);
+}
+__device__ __forceinline__ void sync_finishers() { ptx::named_sync<4, 32 * kMoeFinishWarps>(); }
+
+// One token, whose lane-th id is `id`: its pairs in order are its items. Run by one warp.
 __device__ __forceinline__ void list_one_token(const MoeDecodeParams& p, const WorkTables& tables,
-                                               int lane) {
-  int id = -1;
-  if (lane < p.top_k) id = p.topk_ids[lane];
+                                               int lane, int id) {
   const bool routed = id >= 0 && id < p.num_experts;
   const uint32_t all = __ballot_sync(0xFFFFFFFFu, routed);
   const int row = __popc(all & ((1u << lane) - 1));
@@ -55,7 +68,8 @@ __device__ __forceinline__ void list_one_token(const MoeDecodeParams& p, const W
   if (lane == 0) tables.control[0] = __popc(all);
 }
 
-// Any number of tokens up to 64. Run by all threads; ends without a barrier after its last writes.
+// Any number of tokens up to 64. Run by all multiplying warps; ends without a barrier after its
+// last writes.
 __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
                                                  const WorkTables& tables) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -71,8 +85,9 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
     const int pair = thread + i * kMoeDecodeThreads;
     ids[i] = pair < pairs ? p.topk_ids[pair] : -1;
   }
+#pragma unroll 1
   for (int e = thread; e < p.num_experts; e += kMoeDecodeThreads) low[e] = high[e] = 0;
-  __syncthreads();
+  sync_multipliers();
 #pragma unroll
   for (int i = 0; i < kPairsPerThread; ++i) {
     if (ids[i] >= 0 && ids[i] < p.num_experts) {
@@ -80,7 +95,7 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
       atomicOr((token < 32 ? low : high) + ids[i], 1u << (token & 31));
     }
   }
-  __syncthreads();
+  sync_multipliers();
   // Prefix sums over experts of rows (low half) and items (high half).
   constexpr int kExpertsPerThread = kMoeMaxExperts / kMoeDecodeThreads;
   uint32_t counts[kExpertsPerThread], total = 0;
@@ -98,7 +113,7 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
     if (lane >= step) inclusive += below;
   }
   if (lane == 31) tables.control[1 + warp] = inclusive;
-  __syncthreads();
+  sync_multipliers();
   uint32_t before = inclusive - total, everything = 0;
 #pragma unroll
   for (int w = 0; w < kMoeDecodeWarps; ++w) {
@@ -112,6 +127,7 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
     const int e = thread * kExpertsPerThread + i;
     if (e < p.num_experts) base[e] = before & 0xFFFF;
     int row = before & 0xFFFF, item = before >> 16;
+#pragma unroll 1
     for (int left = counts[i]; left > 0; left -= kMoeTokenGroup) {
       const int rows = left < kMoeTokenGroup ? left : kMoeTokenGroup;
       tables.items[item++] = WorkItem::pack(e, row, rows);
@@ -119,7 +135,7 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
     }
     before += counts[i] | (counts[i] + kMoeTokenGroup - 1) / kMoeTokenGroup << 16;
   }
-  __syncthreads();
+  sync_multipliers();
 #pragma unroll
   for (int i = 0; i < kPairsPerThread; ++i) {
     const int pair = thread + i * kMoeDecodeThreads;

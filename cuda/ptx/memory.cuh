@@ -5,6 +5,13 @@
 
 namespace b12x::ptx {
 
+// This thread's place in its warp. The compiler keeps it: a special register is slow to read again.
+__device__ __forceinline__ int lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // An L2 policy for data that is read once: what is read again (routes, activations, code) stays.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;

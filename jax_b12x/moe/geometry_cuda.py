@@ -18,18 +18,20 @@ MAX_TOP_K = 16
 MAX_EXPERTS = 1024
 
 _MEASURED_SMS = 132
-_WARPS = 16
+_WARPS = 16  # that multiply
 _SHARED_BYTES = 227 << 10  # of one block, on the only architecture that there are kernels for
-_CHUNK_TILES = 2
 _REDUCE_STAGES = 4
 _TOKEN_GROUP = 8  # tokens that one pass over a weight tile serves
 _SHARED_INPUT_TOKENS = 8  # nvfp4: up to so many, every block quantizes x for itself
 _OWNER, _EXPERT = 0, 1  # Fc2Order
 
-# A warp's work besides its tiles, in tiles: joining partial sums and turning to the next unit.
-_UNIT_OVERHEAD = 0.4
-# Shared memory left to L1, which keeps the activations, when there is more than one token.
-_L1_BYTES = 64 << 10
+# A warp's work besides its tiles, in tiles: handing on its sums and turning to the next unit.
+_UNIT_OVERHEAD = 0.35
+# Chunks of activations that a warp keeps in registers, and what a tile costs when there are more.
+_HELD_CHUNKS, _UNHELD_COST = 3, 2.0
+# Places in the ring of weights: more than 70 KB in flight bring nothing.
+_STAGES = 4
+_L1_BYTES = 16 << 10  # that stay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,18 +160,17 @@ def _split(column_tiles: int, units: int, run: int) -> int:
     def cost(split: int) -> float:
         teams = _WARPS // split
         rounds = math.ceil(math.ceil(units / run) / teams) * run
-        return rounds * (math.ceil(column_tiles / split) + _UNIT_OVERHEAD * (split > 1))
+        chunks = math.ceil(column_tiles / split)
+        tile = 1.0 if chunks <= _HELD_CHUNKS else _UNHELD_COST
+        return rounds * (chunks * tile + _UNIT_OVERHEAD)
 
-    return min((1, 2, 4, 8, 16), key=cost)
+    return min(range(1, _WARPS + 1), key=cost)
 
 
 def _stages(problem: _Problem, order: int) -> int:
-    """Returns how many chunks a warp keeps in flight: what fits, up to what hides the latency."""
-    budget = _SHARED_BYTES - (_L1_BYTES if problem.num_tokens > 1 else 0)
-    stages = 6
-    while stages > 2 and _shared_bytes(problem, order, stages) > budget:
-        stages -= 1
-    while stages > 1 and _shared_bytes(problem, order, stages) > _SHARED_BYTES:
+    """Returns how many stages of weights are in flight: what fits, up to what hides the latency."""
+    stages = _STAGES
+    while stages > 1 and _shared_bytes(problem, order, stages) > _SHARED_BYTES - _L1_BYTES:
         stages -= 1
     return stages
 
@@ -186,12 +187,12 @@ def _scratch_bytes(problem: _Problem, order: int) -> int:
 def _shared_bytes(problem: _Problem, order: int, stages: int) -> int:
     """``SharedLayoutOf`` of ``cuda/moe/params.h``."""
     pairs = problem.num_tokens * problem.top_k
-    size = _WARPS * stages * _CHUNK_TILES * layout_sm90.TILE_BYTES + _REDUCE_STAGES * _WARPS * 512
+    size = _WARPS * stages * layout_sm90.TILE_BYTES + _REDUCE_STAGES * _WARPS * 512
     if order == _OWNER:
         size += math.ceil(problem.fc2[0] / problem.grid) * pairs * 64
     if problem.quantized and problem.num_tokens <= _SHARED_INPUT_TOKENS:
         size += problem.num_tokens * (problem.fc1[1] * 256 + 64)
-    size += _WARPS * stages * 8 + 4 * _WARPS * _REDUCE_STAGES * 8
+    size += 2 * stages * 8 + 4 * _WARPS * _REDUCE_STAGES * 8
     size += pairs * (4 + 4 + 2 + 2)
     return _round_up(size, 16) + 128
 

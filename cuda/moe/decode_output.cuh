@@ -1,0 +1,242 @@
+// What comes after the products: activation, scales, biases, and the sum over top-k.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/moe/activation.cuh"
+#include "cuda/moe/decode_recipe.cuh"
+#include "cuda/moe/nvfp4_quantize.cuh"
+#include "cuda/moe/params.h"
+#include "cuda/moe/weight_stream.cuh"
+#include "cuda/moe/work_list.cuh"
+#include "cuda/ptx/memory.cuh"
+
+namespace b12x {
+
+template <typename Recipe>
+class DecodeOutput {
+ public:
+  __device__ __forceinline__ DecodeOutput(const MoeDecodeParams& params, char* shared)
+      : p(params),
+        memory(shared),
+        lane(ptx::lane()),
+        owner(p.geometry.fc2_order == Fc2Order::kOwner) {}
+
+  // out = sum over top-k of weight * y, in the order of the slots; NaN where `valid` is false. Run
+  // by the finishing warps.
+  __device__ __forceinline__ void finish_owner(bool valid = true) {
+    sync_finishers();  // y of all of them
+    const int thread = threadIdx.x - (kMoeDecodeLaunchThreads - 32 * kMoeFinishWarps);
+    const WorkTables t = tables();
+    const int column = thread & 15;
+#pragma unroll 1
+    for (int tile = 0; tile < owned_tiles(); ++tile) {
+      const float* y = y_rows() + tile * p.num_tokens * p.top_k * 16 + column;
+      const int row = (owned_row_tile(tile)) * 16 + column;
+#pragma unroll 1
+      for (int token = thread >> 4; token < p.num_tokens; token += 2 * kMoeFinishWarps) {
+        float total = 0.0f;
+#pragma unroll 1
+        for (int s = 0; s < p.top_k; ++s) {
+          const uint32_t y_row = t.pair_row[token * p.top_k + s];
+          if (y_row == kNoRow) continue;
+          total = __fmaf_rn(t.pair_weight[token * p.top_k + s], y[y_row * 16], total);
+        }
+        if (row < p.hidden) store_out(token, row, valid ? total : __uint_as_float(kNanBits));
+      }
+    }
+  }
+
+  // Likewise, by the multiplying warps.
+  __device__ __forceinline__ void finish_expert(bool valid = true) {
+    const WorkTables t = tables();
+    const int columns = p.plan.shape.fc2_row_tiles * 16;
+    const int quads = p.hidden / 4;
+#pragma unroll 1
+    for (int i = blockIdx.x * kMoeDecodeThreads + threadIdx.x; i < p.num_tokens * quads;
+         i += gridDim.x * kMoeDecodeThreads) {
+      const int token = i / quads, column = (i - token * quads) * 4;
+      float total[4] = {};
+#pragma unroll 2
+      for (int s = 0; s < p.top_k; ++s) {
+        const uint32_t y_row = t.pair_row[token * p.top_k + s];
+        if (y_row == kNoRow) continue;
+        const float weight = t.pair_weight[token * p.top_k + s];
+        const uint4 y = ptx::load_16(p.y + static_cast<int64_t>(y_row) * columns + column);
+        total[0] = __fmaf_rn(weight, __uint_as_float(y.x), total[0]);
+        total[1] = __fmaf_rn(weight, __uint_as_float(y.y), total[1]);
+        total[2] = __fmaf_rn(weight, __uint_as_float(y.z), total[2]);
+        total[3] = __fmaf_rn(weight, __uint_as_float(y.w), total[3]);
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        store_out(token, column + c, valid ? total[c] : __uint_as_float(kNanBits));
+      }
+    }
+  }
+
+ protected:
+  using Math = typename Recipe::Math;
+
+  __device__ __forceinline__ WorkTables tables() const {
+    const MoeDecodeSharedLayout& s = p.plan.shared;
+    WorkTables t;
+    t.items = reinterpret_cast<uint32_t*>(memory + s.items);
+    t.pair_weight = reinterpret_cast<float*>(memory + s.pair_weight);
+    t.pair_row = reinterpret_cast<uint16_t*>(memory + s.pair_row);
+    t.row_token = reinterpret_cast<uint16_t*>(memory + s.row_token);
+    t.control = reinterpret_cast<uint32_t*>(memory + s.control);
+    t.prologue = reinterpret_cast<uint32_t*>(memory + s.reduce);
+    return t;
+  }
+  __device__ __forceinline__ float* y_rows() const {
+    return reinterpret_cast<float*>(memory + p.plan.shared.y);
+  }
+
+  __device__ __forceinline__ int owned_tiles() const {
+    return p.plan.owned_tiles + (static_cast<int>(blockIdx.x) < p.plan.owned_remainder);
+  }
+
+  // A unit of the second product: (owned row tile, item) or (item, row tile).
+  __device__ __forceinline__ int fc2_item(const UnitWalk& unit) const {
+    return owner ? unit.minor : unit.major;
+  }
+  __device__ __forceinline__ int fc2_row_tile(const UnitWalk& unit) const {
+    return owner ? owned_row_tile(unit.major) : unit.minor;
+  }
+  __device__ __forceinline__ int owned_row_tile(int index) const {
+    return static_cast<int>(blockIdx.x + index * gridDim.x);
+  }
+
+  // What the sums of an expert are multiplied with, and the scale that its intermediate is
+  // quantized with.
+  struct Factors {
+    float first, second;  // gate and up, or down and nothing
+    float intermediate;
+  };
+
+  template <int kProduct>
+  __device__ __forceinline__ Factors factors_of(const UnitWalk& unit) const {
+    const int e = item_of<kProduct>(unit).expert;
+    Factors f{1.0f, 1.0f, 1.0f};
+    if constexpr (Recipe::kQuantized) f.intermediate = p.w2_input[e];
+    if constexpr (kProduct == 1) {
+      const float2 scales = *reinterpret_cast<const float2*>(p.w13_global + 2 * e);
+      const float input = Recipe::kQuantized ? usable_global_scale(*p.w13_input) : 1.0f;
+      f.first = __fmul_rn(input, scales.x);
+      f.second = __fmul_rn(input, scales.y);
+    } else {
+      f.first = p.w2_global[e];
+      if constexpr (Recipe::kQuantized) {
+        f.first = __fmul_rn(usable_global_scale(f.intermediate), f.first);
+      }
+    }
+    f.first *= Math::kProductScale;  // a power of two: exact
+    f.second *= Math::kProductScale;
+    return f;
+  }
+
+  // Sums of 8 intermediate columns (gate in acc[0..1], up in acc[2..3]; tokens 2 t and 2 t + 1) ->
+  // h.
+  __device__ __forceinline__ void finish_fc1(const UnitWalk& unit, const Factors& factors,
+                                             const float (&acc)[4], float (&held)[2]) {
+    const WorkItem item = item_of<1>(unit);
+    const int row_tile = unit.minor;
+    const int g = lane >> 2, t = lane & 3;
+    const int column = row_tile * 8 + g;
+    float gate_bias = 0.0f, up_bias = 0.0f;
+    if (p.w13_bias != nullptr && column < p.intermediate) {
+      const float* bias =
+          p.w13_bias + static_cast<int64_t>(item.expert) * 2 * p.intermediate + column;
+      gate_bias = bias[0];
+      up_bias = bias[p.intermediate];
+    }
+    float h[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      h[i] = activate(p.activation, p.alpha, p.limit,
+                      __fadd_rn(__fmul_rn(acc[i], factors.first), gate_bias),
+                      __fadd_rn(__fmul_rn(acc[2 + i], factors.second), up_bias));
+    }
+    const int width = p.plan.shape.fc2_k_tiles * kTileColumns;
+    uint16_t* out = static_cast<uint16_t*>(p.h) + static_cast<int64_t>(item.first_row) * width;
+    if constexpr (Recipe::kQuantized) {
+      if ((row_tile & 1) == 0) {  // the block's other half comes next, to this warp
+        held[0] = h[0];
+        held[1] = h[1];
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float amax = max_or_nan(fabsf(held[i]), fabsf(h[i]));
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) {
+          amax = max_or_nan(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+        }
+        const Nvfp4Block block = Nvfp4Block::of(amax, factors.intermediate);
+        if (2 * t + i < item.rows) {
+          uint16_t* row = out + (2 * t + i) * width + column;
+          row[-8] = from_float(block.round(held[i]), false);
+          row[0] = from_float(block.round(h[i]), false);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (2 * t + i < item.rows)
+          out[(2 * t + i) * width + column] = from_float(h[i], Recipe::kFp16);
+      }
+    }
+    if (row_tile == p.plan.shape.fc1_row_tiles - 1) {
+      // The padding of h meets weights that are zero, and must not be a NaN.
+      const int pad = width - p.plan.shape.fc1_row_tiles * 8;
+#pragma unroll 1
+      for (int i = lane; i < item.rows * pad; i += 32) {
+        out[i / pad * width + p.plan.shape.fc1_row_tiles * 8 + i % pad] = 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish_fc2(const UnitWalk& unit, const Factors& factors,
+                                             const float (&acc)[4]) {
+    const WorkItem item = item_of<2>(unit);
+    const int g = lane >> 2, t = lane & 3;
+    const int first = fc2_row_tile(unit) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = g + (i / 2) * 8;
+      const int token = 2 * t + (i & 1);
+      if (token >= item.rows) continue;
+      float y = __fmul_rn(acc[i], factors.first);
+      if (p.w2_bias != nullptr && first + column < p.hidden) {
+        y = __fadd_rn(y, p.w2_bias[static_cast<int64_t>(item.expert) * p.hidden + first + column]);
+      }
+      const int row = item.first_row + token;
+      if (owner) {
+        y_rows()[(unit.major * p.num_tokens * p.top_k + row) * 16 + column] = y;
+      } else {
+        p.y[static_cast<int64_t>(row) * p.plan.shape.fc2_row_tiles * 16 + first + column] = y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_out(int token, int column, float value) {
+    const bool fp16 = Recipe::kQuantized ? p.x_is_fp16 != 0 : Recipe::kFp16;
+    static_cast<uint16_t*>(p.out)[static_cast<int64_t>(token) * p.hidden + column] =
+        from_float(value, fp16);
+  }
+
+  template <int kProduct>
+  __device__ __forceinline__ WorkItem item_of(const UnitWalk& unit) const {
+    return WorkItem::unpack(tables().items[kProduct == 1 ? unit.major : fc2_item(unit)]);
+  }
+
+  static constexpr uint32_t kNanBits = 0x7FFFFFFF;
+
+  const MoeDecodeParams& p;
+  char* const memory;
+  const int lane;
+  const bool owner;
+};
+
+}  // namespace b12x
