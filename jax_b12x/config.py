@@ -158,3 +158,11 @@ ALL: tuple[EnvVar[object], ...] = (  # type: ignore[assignment]
 def set_variables() -> dict[str, str]:
     """Returns the text of each of these variables that the environment sets, by name."""
     return {variable.name: text for variable in ALL if (text := os.environ.get(variable.name))}
+
+
+def cpu_client_threads() -> int:
+    """Returns how many threads XLA's CPU client has: XLA's own ``NPROC``, else the processors."""
+    text = os.environ.get("NPROC", "").strip()
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -115,6 +115,8 @@ class Pool(lifetime.ClosesOnExit):
                 f"{type(self).__name__} over {axis!r} uses XLA's collectives: {chosen.reason}",
                 stacklevel=2,
             )
+        if self.transport == "host":
+            _warn_of_few_threads(self.topology)
         axes = self.topology.axes
         self._lock = threading.Lock()
         self._state: Literal["open", "closed"] = "open"
@@ -355,6 +357,20 @@ class DcpPool(Pool):
     """
 
     _prefix = "dcp_"
+
+
+def _warn_of_few_threads(topology: Topology) -> None:
+    """Warns where XLA's CPU client may wait for itself, with collectives of any kind."""
+    devices = sum(place.local for place in topology.places)
+    threads = config.cpu_client_threads()
+    if devices > 1 and threads < 2 * devices:
+        warnings.warn(
+            f"XLA's CPU client has {threads} threads for {devices} devices: programs that are "
+            "dispatched one after another without a wait can hold all of them, and a collective "
+            f"then times out. Set NPROC={max(64, 2 * devices)} in the environment before JAX "
+            "starts",
+            stacklevel=3,
+        )
 
 
 def _wait_for_arrays(topology: Topology) -> None:

@@ -3,6 +3,7 @@
 import gc
 import io
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -276,3 +277,18 @@ def test_xla_can_be_chosen_and_gives_the_sum():
         np.testing.assert_array_equal(step(jnp.ones((2, 8))), np.full((2, 8), 2.0))
         assert not pool.records()
         pool.rollback(pool.checkpoint())
+
+
+def test_a_pool_warns_where_the_cpu_client_has_fewer_than_two_threads_a_device(monkeypatch):
+    mesh = mesh_of(2)
+    monkeypatch.setenv("NPROC", "3")
+    with (
+        pytest.warns(UserWarning, match="3 threads for 2 devices.*Set NPROC=64"),
+        comm.ChannelPool(mesh, "tp"),
+    ):
+        pass
+    monkeypatch.setenv("NPROC", "4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with comm.ChannelPool(mesh, "tp"):
+            pass
