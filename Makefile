@@ -8,7 +8,7 @@
 #   CUDA=off             leave the CUDA half out even where nvcc is; system or pypi: whose nvcc it must be
 #   JAX=0.11.2           a certain version of jax and jaxlib instead of the newest supported one
 #   VERBOSE=1            show the output of every step
-#   PYTEST_ARGS="-k quant"   more arguments for pytest
+#   PYTEST_ARGS="-k quant"   more arguments for pytest; "-n 0" runs the tests in one process
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -82,7 +82,7 @@ demo: $(BUILD_STAMP)
 
 test: $(BUILD_STAMP)
 	@echo "==> Running the tests"
-	@"$(VENV_PYTHON)" -m pytest $(PYTEST_ARGS)
+	@"$(VENV_PYTHON)" -m pytest -n auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEPS_STAMP) $(LINT_STAMP)
 	@$(STEP) ruff-check "Linting Python (ruff check)" "$(VENV)/bin/ruff" check .
