@@ -61,6 +61,7 @@ def dcp_places(
 def open_pool(
     name: str,
     axis: str,
+    layout: str,
     isolation: str,
     world_size: int,
     num_groups: int,

@@ -93,13 +93,14 @@ void ExportPools(nb::module_& module, Pool::MakeMemory (*make_memory)(runtime::E
       .def("unregister", [](const Pool& pool) { PoolRegistry::Get().Remove(pool.options().name); });
   module.def(
       "open_pool",
-      [make_memory](std::string name, std::string axis, const std::string& isolation,
-                    int world_size, int num_groups,
+      [make_memory](std::string name, std::string axis, std::string layout,
+                    const std::string& isolation, int world_size, int num_groups,
                     const std::vector<std::tuple<int, int, int>>& places, int64_t timeout_ms,
                     int64_t max_bytes, nb::object publish, nb::object connect) {
         runtime::PoolOptions options;
         options.name = std::move(name);
         options.axis = std::move(axis);
+        options.layout = std::move(layout);
         options.isolation = ParseIsolation(isolation);
         options.world_size = world_size;
         options.num_groups = num_groups;
@@ -113,9 +114,9 @@ void ExportPools(nb::module_& module, Pool::MakeMemory (*make_memory)(runtime::E
         if (!connect.is_none()) exchange.connect = nb::cast<decltype(exchange.connect)>(connect);
         return PoolRegistry::Get().Open(std::move(options), make_memory(std::move(exchange)));
       },
-      nb::arg("name"), nb::arg("axis"), nb::arg("isolation"), nb::arg("world_size"),
-      nb::arg("num_groups"), nb::arg("places"), nb::arg("timeout_ms"), nb::arg("max_bytes"),
-      nb::arg("publish") = nb::none(), nb::arg("connect") = nb::none());
+      nb::arg("name"), nb::arg("axis"), nb::arg("layout"), nb::arg("isolation"),
+      nb::arg("world_size"), nb::arg("num_groups"), nb::arg("places"), nb::arg("timeout_ms"),
+      nb::arg("max_bytes"), nb::arg("publish") = nb::none(), nb::arg("connect") = nb::none());
   module.def("channel_bytes", &runtime::ChannelBytes, nb::arg("message_bytes"),
              nb::arg("world_size"));
 }

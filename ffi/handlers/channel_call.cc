@@ -26,15 +26,18 @@ xffi::ErrorOr<std::unique_ptr<ChannelCall>> InstantiateChannelCall(xffi::Diction
   const auto site = attrs.get<int64_t>("site");
   const auto bytes = attrs.get<int64_t>("bytes");
   const auto ordered = attrs.get<int64_t>("ordered");
-  if (!pool || !program || !lane || !op || !site || !bytes || !ordered) {
-    return xffi::Unexpected(
-        xffi::Error(xffi::ErrorCode::kInvalidArgument,
-                    "a channel call needs the attributes pool, program, lane, op (strings), "
-                    "site, bytes and ordered (int64)"));
+  const auto world_size = attrs.get<int64_t>("world_size");
+  const auto layout = attrs.get<std::string_view>("layout");
+  if (!pool || !program || !lane || !op || !site || !bytes || !ordered || !world_size || !layout) {
+    return xffi::Unexpected(xffi::Error(
+        xffi::ErrorCode::kInvalidArgument,
+        "a channel call needs the attributes pool, layout, program, lane, op (strings), "
+        "world_size, site, bytes and ordered (int64)"));
   }
   try {
     auto call = std::make_unique<ChannelCall>();
     call->pool = runtime::PoolRegistry::Get().Find(std::string(*pool));
+    call->pool->CheckLayout(std::string(*program), *world_size, std::string(*layout));
     if (*ordered == 0) {
       runtime::ChannelSpec spec;
       spec.op = *op;

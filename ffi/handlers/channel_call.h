@@ -24,8 +24,9 @@ struct ChannelCall {
   std::optional<runtime::Lease> lease;
 };
 
-// The *instantiate* stage. Attributes: `pool`, `program`, `site`, `lane`, `op`, `bytes`, and
-// `ordered`, which is 1 when the call gets its channel from an order token.
+// The *instantiate* stage. Attributes: `pool`, `world_size` and `layout` of the pool that it was
+// traced for, `program`, `site`, `lane`, `op`, `bytes`, and `ordered`, which is 1 when the call
+// gets its channel from an order token.
 xla::ffi::ErrorOr<std::unique_ptr<ChannelCall>> InstantiateChannelCall(xla::ffi::Dictionary attrs);
 
 // An order token is four 32-bit words in a buffer of the program. Each call of an ordered program

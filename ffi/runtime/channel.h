@@ -19,7 +19,7 @@ class ChannelError : public std::runtime_error {
 
 // What a call site asks for.
 struct ChannelSpec {
-  std::string op;       // the kind of call, or "ordered" for a channel that several calls share
+  std::string op;       // the kind of call, or "open_order" for a channel that several calls share
   std::string program;  // the name of the program that the call site is in
   int64_t site = 0;     // the call site's number in its program
   std::string lane;     // the lane it was traced in; empty for none

@@ -70,6 +70,17 @@ const Place& Pool::PlaceOf(int ordinal) const {
                      " runs a program that uses the pool, but the pool's mesh does not have it");
 }
 
+void Pool::CheckLayout(const std::string& program, int64_t world_size,
+                       const std::string& layout) const {
+  if (world_size == options_.world_size && layout == options_.layout) return;
+  throw ChannelError("program " + program + " was traced for a pool '" + options_.name + "' with " +
+                     std::to_string(world_size) + " ranks a group in the layout [" + layout +
+                     "], but the pool of that name that is open has " +
+                     std::to_string(options_.world_size) + " ranks a group in the layout [" +
+                     options_.layout +
+                     "]: open the pool over the same axis of the same mesh, or trace again");
+}
+
 // A program's call sites are numbered upwards and taken one after another on one thread, so a
 // number that does not rise starts the next executable. This is for messages and tables only.
 int64_t Pool::ExecutableOf(const ChannelSpec& spec) {
@@ -126,6 +137,13 @@ Lease Pool::Take(const ChannelSpec& asked) {
   if (!closed_.empty()) throw ChannelError(closed_);
   ChannelSpec spec = asked;
   const bool by_lane = options_.isolation == Isolation::kLane;
+  // Nothing would keep the program's calls apart on the channel that they share.
+  if (by_lane && spec.op != "open_order") {
+    throw ChannelError("pool '" + options_.name + "': call site " + std::to_string(spec.site) +
+                       " of " + spec.program +
+                       " was traced without pool.ordered(), and the pool that is open has "
+                       "isolation='lane': open it with isolation='call_site', or trace again");
+  }
   if (by_lane) spec.bytes = SizeClass(spec.bytes);
   const int64_t executable = ExecutableOf(spec);
 

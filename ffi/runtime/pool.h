@@ -36,7 +36,8 @@ int64_t ChannelBytes(int64_t message_bytes, int world_size);
 
 struct PoolOptions {
   std::string name;
-  std::string axis;  // for messages only
+  std::string axis;    // for messages only
+  std::string layout;  // which device of the mesh is where, see `Topology.layout`
   Isolation isolation = Isolation::kCallSite;
   int world_size = 0;
   int num_groups = 1;
@@ -84,6 +85,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   // Where the device stands; throws when the pool's mesh does not have it.
   const Place& PlaceOf(int ordinal) const;
+
+  // Throws unless the program was traced for the places that the pool's devices have: a program
+  // finds its pool by name, and the pool of that name may have been opened otherwise since.
+  void CheckLayout(const std::string& program, int64_t world_size, const std::string& layout) const;
 
   // Takes a channel for a call site, or for an ordered program or lane.
   Lease Take(const ChannelSpec& spec);

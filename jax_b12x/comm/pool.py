@@ -141,6 +141,7 @@ class Pool(lifetime.ClosesOnExit):
                 return extension.open_pool(
                     name=self.name,
                     axis=",".join(self.topology.axes),
+                    layout=self.topology.layout,
                     isolation=self.isolation,
                     world_size=self.topology.world_size,
                     num_groups=self.topology.num_groups,

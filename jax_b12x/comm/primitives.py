@@ -2,7 +2,7 @@
 
 A primitive's parameters are the pool, the lane and the op's own numbers; what depends on shapes is
 computed when it is lowered, so that batching needs no care. The lowered call has values only: the
-pool's name, the program's name and the call site's number in it, the lane, the bytes.
+pool's name and layout, the program's name and the call site's number in it, the lane, the bytes.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def _lower(
         ctx,
         *operands,
         pool=pool.name,
+        world_size=np.int64(pool.world_size),
+        layout=pool.topology.layout,
         program=str(module.operation.attributes["sym_name"]).strip('"'),
         # Counts the channels of a module: unlike for every call, alike on every rank.
         site=np.int64(ctx.module_context.new_channel()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
 
 import jax
@@ -10,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 MAX_WORLD_SIZE = 16
+# Of a layout, for people; what is behind it is in the digest alone.
+_LAYOUT_CHARACTERS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,24 @@ class Topology:
     def num_groups(self) -> int:
         """Groups side by side."""
         return len(self.places) // self.world_size
+
+    @functools.cached_property
+    def layout(self) -> str:
+        """Which device of the mesh has which rank of which group: equal where all of that is.
+
+        Groups of devices in rank order, such as ``"0 1 | 2 3"``, and a digest of the whole that
+        knows the mesh's order of devices as well. Devices are counted within the mesh by their ids,
+        so that a program may be exported and run on other devices in the same places.
+        """
+        ids = sorted(place.device.id for place in self.places)
+        whole = [(ids.index(each.device.id), each.group, each.rank) for each in self.places]
+        groups: list[list[str]] = [[""] * self.world_size for _ in range(self.num_groups)]
+        for device, group, rank in whole:
+            groups[group][rank] = str(device)
+        shown = " | ".join(map(" ".join, groups))
+        if len(shown) > _LAYOUT_CHARACTERS:
+            shown = f"{shown[:_LAYOUT_CHARACTERS]}..."
+        return f"{shown} #{hashlib.sha256(repr(whole).encode()).hexdigest()[:12]}"
 
     @property
     def platform(self) -> str:

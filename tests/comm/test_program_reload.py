@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from comm_testing import (
     KINDS,
@@ -16,8 +18,10 @@ from comm_testing import (
     mesh_of,
     random_parts,
 )
+from jax.sharding import Mesh, NamedSharding
 
 import jax_b12x
+from jax_b12x.comm.topology import Place, Topology
 
 PROGRAM = """
 import os, sys
@@ -75,18 +79,17 @@ def test_programs_from_the_persistent_cache_work_in_a_new_process(platform, tmp_
 
 
 def exported(kind, pool, parts):
+    def body(x):
+        with pool.ordered():
+            return kind.call(x, pool)
+
+    spec = parts.sharding.spec
     step = jax.jit(
-        jax.shard_map(
-            lambda x: kind.call(x, pool),
-            mesh=pool.topology.mesh,
-            in_specs=P("tp"),
-            out_specs=P("tp"),
-            check_vma=False,
-        )
+        jax.shard_map(body, mesh=pool.topology.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
     disabled = [
         jax.export.DisabledSafetyCheck.custom_call(target)
-        for target in ("b12x_all_reduce", "b12x_dcp_combine", "b12x_dcp_gather")
+        for target in ("b12x_all_reduce", "b12x_dcp_combine", "b12x_dcp_gather", "b12x_open_order")
     ]
     return jax.export.export(step, disabled_checks=disabled)(
         jax.ShapeDtypeStruct(parts.shape, parts.dtype, sharding=parts.sharding)
@@ -103,6 +106,82 @@ def test_an_exported_program_runs_on_a_pool_of_the_same_name(kind):
     with kind.pool(mesh, "tp", name="travels"):
         out = jax.jit(jax.export.deserialize(program).call)(parts)
         assert_same_bits(out, kind.expected(parts, 2))
+
+
+def grid(devices, *names):
+    return Mesh(np.array(jax.devices())[np.array(devices)], names)
+
+
+OTHER_POOLS = {
+    "another axis": (grid([[0, 1], [2, 3]], "dp", "tp"), "dp", r"2 ranks .*\[0 2 \| 1 3 #"),
+    "both axes": (grid([[0, 1], [2, 3]], "dp", "tp"), ("dp", "tp"), r"4 ranks .*\[0 1 2 3 #"),
+    "more ranks": (grid([0, 1, 2, 3], "tp"), "tp", r"4 ranks .*\[0 1 2 3 #"),
+    "ranks swapped": (grid([[1, 0], [2, 3]], "dp", "tp"), "tp", r"2 ranks .*\[1 0 \| 2 3 #"),
+    "groups swapped": (grid([[2, 3], [0, 1]], "dp", "tp"), "tp", r"2 ranks .*\[2 3 \| 0 1 #"),
+    # The same groups, but the program's parts are elsewhere.
+    "mesh transposed": (grid([[0, 2], [1, 3]], "tp", "dp"), "tp", r"2 ranks .*\[0 1 \| 2 3 #"),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("isolation", ["call_site", "executable"])
+@pytest.mark.parametrize("other", OTHER_POOLS)
+def test_a_pool_of_the_same_name_with_another_layout_refuses_the_program(kind, isolation, other):
+    mesh = grid([[0, 1], [2, 3]], "dp", "tp")
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp", name="moved", isolation=isolation) as pool:
+        program = exported(kind, pool, parts)
+    other_mesh, axis, has = OTHER_POOLS[other]
+    said = (
+        r"was traced for a pool 'moved' with 2 ranks a group in the layout \[0 1 \| 2 3 #\w+\], "
+        rf"but the pool of that name that is open has {has}\w+\]: open the pool over the same axis"
+    )
+    with kind.pool(other_mesh, axis, name="moved", isolation=isolation) as pool:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+            jax.block_until_ready(jax.jit(jax.export.deserialize(program).call)(parts))
+        assert not pool.records()
+    with kind.pool(mesh, "tp", name="moved", isolation=isolation):
+        out = jax.jit(jax.export.deserialize(program).call)(parts)
+        assert_same_bits(out, kind.expected(parts, 2))
+
+
+@every_kind
+def test_an_exported_program_runs_on_other_devices_in_the_same_places(kind):
+    mesh, elsewhere = grid([0, 1], "tp"), grid([2, 3], "x")
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp", name="replica") as pool:
+        program = exported(kind, pool, parts)
+    with kind.pool(elsewhere, "x", name="replica"):
+        moved = jax.device_put(parts, NamedSharding(elsewhere, P("x")))
+        out = jax.jit(jax.export.deserialize(program).call)(moved)
+        assert_same_bits(out, kind.expected(parts, 2))
+
+
+@every_kind
+def test_a_lane_pool_refuses_a_program_whose_calls_have_no_order(kind):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp", name="shared") as pool:
+        program = exported(kind, pool, parts)
+    with (
+        kind.pool(mesh, "tp", name="shared", isolation="lane") as pool,
+        pytest.raises(jax.errors.JaxRuntimeError, match=r"traced without pool.ordered\(\)"),
+    ):
+        jax.block_until_ready(jax.jit(jax.export.deserialize(program).call)(parts))
+
+
+def test_a_layout_that_is_cut_for_people_is_whole_in_its_digest():
+    def layout(ids):
+        places = [Place(SimpleNamespace(id=n), at // 2, at % 2) for at, n in enumerate(ids)]
+        return Topology(None, ("tp",), 2, tuple(places)).layout
+
+    ids = list(range(256))
+    swapped = [*ids[:-2], 255, 254]
+    assert layout(ids) == layout([1000 + n for n in ids])
+    assert layout(ids).startswith("0 1 | 2 3 | ")
+    assert layout(ids).split("#")[0] == layout(swapped).split("#")[0]
+    assert layout(ids) != layout(swapped)
+    assert len(layout(ids)) < 80
 
 
 @every_kind
