@@ -90,10 +90,12 @@ class WorkspaceCheckpoint:
 
     Attributes:
       pool: the pool's name.
+      serial: the pool's number in this process; another pool of that name has another one.
       first_ids: the number of the first workspace after it, by platform.
     """
 
     pool: str
+    serial: int
     first_ids: tuple[tuple[str, int], ...]
 
 
@@ -155,6 +157,7 @@ class WorkspacePool(lifetime.ClosesOnExit):
         self.lanes = None if lanes is None else tuple(lanes)
         self.max_bytes = max_bytes
         self.timeout = timeout
+        self._serial = lifetime.new_serial()
         self._natives = self._open(name)
         self._closed = False
 
@@ -189,6 +192,7 @@ class WorkspacePool(lifetime.ClosesOnExit):
         pool.lanes = None
         pool.max_bytes = None
         pool.timeout = 10.0
+        pool._serial = lifetime.new_serial()
         pool._natives = {
             platform: extension.find_workspace_pool(DEFAULT)
             for platform, extension in _extensions().items()
@@ -321,6 +325,7 @@ class WorkspacePool(lifetime.ClosesOnExit):
         self.require_open()
         return WorkspaceCheckpoint(
             self.name,
+            self._serial,
             tuple((platform, int(native.next_id())) for platform, native in self._natives.items()),
         )
 
@@ -328,13 +333,13 @@ class WorkspacePool(lifetime.ClosesOnExit):
         """Frees the workspaces that were leased since ``checkpoint``; earlier ones are untouched.
 
         Raises:
+          ValueError: the checkpoint is of another pool.
           WorkspaceRollbackError: an executable that holds one of them is alive; nothing was
             changed.
           TeardownError: a step failed; all others were done.
         """
         self.require_open()
-        if checkpoint.pool != self.name:
-            raise ValueError(f"the checkpoint is of pool {checkpoint.pool!r}, not of {self.name!r}")
+        lifetime.check_checkpoint(checkpoint, WorkspaceCheckpoint, self.name, self._serial)
         first_ids = dict(checkpoint.first_ids)
 
         def refusal() -> str:

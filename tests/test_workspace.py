@@ -284,6 +284,21 @@ def test_a_checkpoint_of_another_pool_is_refused(pool):
         pool.rollback(other.checkpoint())
 
 
+def test_a_checkpoint_of_a_closed_pool_is_not_one_of_the_next_pool_of_its_name(arguments):
+    with workspace.WorkspacePool(name="twice") as closed:
+        before = closed.checkpoint()
+    with workspace.WorkspacePool(name="twice") as pool, pool.use():
+        step = compile_step(arguments)
+        jax.block_until_ready(step(*arguments[1:]))
+        del step
+        records = pool.records()
+        with pytest.raises(ValueError, match="another pool that was named 'twice'"):
+            pool.rollback(before)
+        with pytest.raises(TypeError, match=r"must be what pool.checkpoint\(\) returned"):
+            pool.rollback(None)
+        assert [r.id for r in pool.records()] == [r.id for r in records] != []
+
+
 def test_a_closed_pool_refuses_its_programs_and_new_ones(arguments):
     opened = workspace.WorkspacePool(name="short_lived")
     with opened.use():

@@ -79,10 +79,12 @@ class Checkpoint:
 
     Attributes:
       pool: the pool's name.
+      serial: the pool's number in this process; another pool of that name has another one.
       first_id: the number of the first channel that comes after it.
     """
 
     pool: str
+    serial: int
     first_id: int
 
 

@@ -3,10 +3,59 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
+
+_serials = itertools.count(1)
+
+
+def new_serial() -> int:
+    """Returns a number that no other pool of this process has: names come again, it does not."""
+    return next(_serials)
+
+
+class PoolCheckpoint(Protocol):
+    """A moment in the life of one pool."""
+
+    @property
+    def pool(self) -> str:
+        """The pool's name."""
+
+    @property
+    def serial(self) -> int:
+        """The pool's number."""
+
+
+def check_checkpoint(
+    checkpoint: PoolCheckpoint, kind: type[PoolCheckpoint], name: str, serial: int
+) -> None:
+    """Refuses to roll a pool back to what is no checkpoint of it.
+
+    Args:
+      checkpoint: what the caller has.
+      kind: the class of the pool's checkpoints.
+      name: the pool's name.
+      serial: the pool's number.
+
+    Raises:
+      TypeError: it is no ``kind``.
+      ValueError: it is another pool's; perhaps of one that had the same name.
+    """
+    if not isinstance(checkpoint, kind):
+        raise TypeError(
+            f"checkpoint must be what pool.checkpoint() returned, a {kind.__name__}, not "
+            f"{checkpoint!r}"
+        )
+    if checkpoint.pool != name:
+        raise ValueError(f"the checkpoint is of pool {checkpoint.pool!r}, not of {name!r}")
+    if checkpoint.serial != serial:
+        raise ValueError(
+            f"the checkpoint is of another pool that was named {name!r}, not of this one: take "
+            "checkpoints of the pool that is open"
+        )
 
 
 class ClosesOnExit:

@@ -119,6 +119,7 @@ class Pool(lifetime.ClosesOnExit):
             _warn_of_few_threads(self.topology)
         axes = self.topology.axes
         self._lock = threading.Lock()
+        self._serial = lifetime.new_serial()
         self._state: Literal["open", "closed"] = "open"
         self._group = make_group(self.topology)
         self._native: Any = None
@@ -252,7 +253,8 @@ class Pool(lifetime.ClosesOnExit):
     def checkpoint(self) -> Checkpoint:
         """Returns the present moment, to :meth:`rollback` to."""
         self.require_open()
-        return Checkpoint(self.name, 0 if self._native is None else int(self._native.next_id()))
+        first_id = 0 if self._native is None else int(self._native.next_id())
+        return Checkpoint(self.name, self._serial, first_id)
 
     def rollback(self, checkpoint: Checkpoint) -> None:
         """Destroys the channels that were leased since ``checkpoint``; earlier ones are untouched.
@@ -260,13 +262,13 @@ class Pool(lifetime.ClosesOnExit):
         All processes of the mesh call it together.
 
         Raises:
+          ValueError: the checkpoint is of another pool.
           RollbackRefusedError: an executable that holds one of them is alive, on this process or on
             another; nothing was changed.
           TeardownError: a step failed; all others were done.
         """
         self.require_open()
-        if checkpoint.pool != self.name:
-            raise ValueError(f"the checkpoint is of pool {checkpoint.pool!r}, not of {self.name!r}")
+        lifetime.check_checkpoint(checkpoint, Checkpoint, self.name, self._serial)
         if self._native is None:
             return
 

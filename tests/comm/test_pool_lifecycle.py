@@ -77,6 +77,38 @@ def test_a_checkpoint_belongs_to_its_pool(kind):
 
 
 @every_kind
+@pytest.mark.parametrize("transport", [None, "xla"])
+def test_a_checkpoint_of_a_closed_pool_is_not_one_of_the_next_pool_of_its_name(kind, transport):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp", transport=transport) as closed:
+        before = closed.checkpoint()
+    with kind.pool(mesh, "tp", transport=transport) as pool:
+        assert pool.name == closed.name
+        step = on_each(mesh, lambda x: kind.call(x, pool))
+        step(parts)
+        records = pool.records()
+        with pytest.raises(ValueError, match=f"another pool that was named '{pool.name}'"):
+            pool.rollback(before)
+        assert pool.records() == records
+        # Not for want of asking while it is held.
+        if records:
+            drop(pool, step)
+            with pytest.raises(ValueError, match="another pool that was named"):
+                pool.rollback(before)
+            assert len(pool.records()) == len(records)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, ("tp2", 1, 0)])
+def test_what_is_no_checkpoint_is_refused(wrong):
+    with (
+        comm.ChannelPool(mesh_of(2), "tp") as pool,
+        pytest.raises(TypeError, match=r"checkpoint must be what pool.checkpoint\(\) returned"),
+    ):
+        pool.rollback(wrong)
+
+
+@every_kind
 def test_a_closed_pool_refuses_its_programs_by_name_and_a_second_close_does_nothing(kind):
     mesh = mesh_of(2)
     parts = random_parts(0, mesh, (64,), jnp.float32)
