@@ -120,6 +120,7 @@ class Pool(lifetime.ClosesOnExit):
         axes = self.topology.axes
         self._lock = threading.Lock()
         self._serial = lifetime.new_serial()
+        self._told: set[int] = set()  # channels whose fault check() has reported
         self._state: Literal["open", "closed"] = "open"
         self._group = make_group(self.topology)
         self._native: Any = None
@@ -232,17 +233,23 @@ class Pool(lifetime.ClosesOnExit):
         )
 
     def check(self) -> None:
-        """Raises if a call on one of the pool's channels timed out.
+        """Raises if a call on one of the pool's channels timed out and it has not said so yet.
 
-        On GPUs a call that times out yields NaN and the error appears here, or when a program that
-        holds the channel is run next; on CPU devices it appears on the result as well.
+        On GPUs a call that times out yields NaN and the error appears here, once, and whenever a
+        program that holds the channel is run again; on CPU devices it appears on the result as
+        well. :meth:`describe` shows which channels are poisoned.
 
         Raises:
           ChannelError: it names the pool, the channel, the rank that did not arrive, the timeout.
         """
-        faults = [record.fault for record in self.records() if record.state == "poisoned"]
-        if faults:
-            raise ChannelError("; ".join(faults))
+        poisoned = {
+            record.id: record.fault for record in self.records() if record.state == "poisoned"
+        }
+        with self._lock:
+            news = sorted(poisoned.keys() - self._told)
+            self._told.update(news)
+        if news:
+            raise ChannelError("; ".join(poisoned[channel] for channel in news))
 
     def block_until_ready(self, tree: T) -> T:
         """Waits for arrays like :func:`jax.block_until_ready`, then does :meth:`check`."""
