@@ -112,6 +112,13 @@ def _parse_positive(text: str) -> int:
     return int(text)
 
 
+def _parse_timeout_ms(text: str) -> int:
+    milliseconds = _parse_positive(text)
+    if milliseconds > 3_600_000:
+        raise ValueError(text)
+    return milliseconds
+
+
 ONESHOT_MAX_SIZE: EnvVar[int | None] = EnvVar(
     name="B12X_ONESHOT_MAX_SIZE",
     default=None,
@@ -138,8 +145,8 @@ ONESHOT_SINGLE_CHANNEL: EnvVar[bool] = EnvVar(
 ONESHOT_TIMEOUT_MS: EnvVar[int] = EnvVar(
     name="B12X_ONESHOT_TIMEOUT_MS",
     default=30_000,
-    parse=_parse_positive,
-    allowed="a whole number of milliseconds, 1 or more",
+    parse=_parse_timeout_ms,
+    allowed="a whole number of milliseconds from 1 to 3600000 (an hour)",
     meaning=(
         "How long a rank waits for another one in a one-shot collective before the call fails. A "
         "pool whose maker names a timeout does not look at it."

@@ -106,6 +106,20 @@ int64_t Pool::BytesLocked() const {
   return total;
 }
 
+std::string Pool::DroppedLocked() const {
+  int64_t count = 0;
+  int64_t bytes = 0;
+  for (const auto& [id, entry] : entries_) {
+    if (entry.holders > 0) continue;
+    ++count;
+    bytes += entry.bytes;
+  }
+  if (count == 0) return "";
+  return std::to_string(count) + " of them (" + Sized(bytes) +
+         ") are left by executables that are gone: rollback() to an earlier checkpoint frees "
+         "them. ";
+}
+
 std::string Pool::WouldFit(const ChannelSpec& spec, int64_t executable) const {
   std::map<int64_t, int64_t> by_executable{{executable, spec.bytes}};
   std::map<std::string, int64_t> by_lane{{spec.lane, spec.bytes}};
@@ -178,7 +192,7 @@ Lease Pool::Take(const ChannelSpec& asked) {
                          " of " + spec.program + " needs a channel of " + Sized(bytes) +
                          " a rank; " + std::to_string(entries_.size()) + " channels already take " +
                          Sized(held) + " of max_bytes=" + std::to_string(options_.max_bytes) +
-                         " with isolation='" + Name(options_.isolation) + "'. " +
+                         " with isolation='" + Name(options_.isolation) + "'. " + DroppedLocked() +
                          WouldFit(spec, executable));
     }
     memory = make_memory_(*this, id, spec);
@@ -281,7 +295,7 @@ std::shared_ptr<Pool> PoolRegistry::Find(const std::string& name) const {
       "', which is not open in this process (open: " + (open.empty() ? "none" : open) +
       "); open it before the program is loaded or compiled: "
       "jax_b12x.comm.ChannelPool(mesh, axis, name='" +
-      name + "'), or a DcpPool for dcp_ calls");
+      name + "'), or a DcpPool for dcp_ calls; a pool with transport='xla' has no channels for it");
 }
 
 void PoolRegistry::Remove(const std::string& name) {

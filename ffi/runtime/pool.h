@@ -125,6 +125,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void Release(const Channel& channel);
   int64_t ExecutableOf(const ChannelSpec& spec);
   int64_t BytesLocked() const;
+  // What dropped executables have left, and how to free it; empty where there is nothing.
+  std::string DroppedLocked() const;
   std::string WouldFit(const ChannelSpec& spec, int64_t executable) const;
 
   const PoolOptions options_;

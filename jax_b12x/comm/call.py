@@ -60,8 +60,9 @@ def takes_channel(op: str, message_bytes: int, pool: Pool) -> bool:
     if pool.max_bytes is not None and needed > pool.max_bytes:
         raise ValueError(
             f"{op} sends {message_bytes} bytes to a rank, for which a channel takes {needed} bytes "
-            f"a rank, but pool {pool.name!r} has max_bytes={pool.max_bytes}: raise it, or lower "
-            f"cutoff={pool.cutoff} so that such messages take XLA's collective"
+            f"a rank, but pool {pool.name!r} has max_bytes={pool.max_bytes}: raise it, or set "
+            f"cutoff below {message_bytes} (it is {pool.cutoff}) so that such messages take XLA's "
+            "collective"
         )
     return True
 
@@ -77,7 +78,7 @@ def order_of(op: str, pool: Pool) -> order_lib.Order | None:
     order = order_lib.current(pool)
     if order is None:
         raise ValueError(
-            f"pool {pool.name!r} has isolation={pool.isolation!r}, where call sites share a "
+            f"pool {pool.name!r} has {pool.isolation_text}, where call sites share a "
             f"channel in an order that the program enforces: put the body of shard_map, with this "
             f"{op}, inside `with pool.ordered():`"
         )

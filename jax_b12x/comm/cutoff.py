@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jax_b12x import config
+from jax_b12x.comm import checks
 from jax_b12x.comm.topology import Topology
 
 # `python -m jax_b12x bench comm` on two H200s: one shot is 1.7 times faster than `lax.psum` at
@@ -23,6 +24,7 @@ def resolve(cutoff: int | str | None, topology: Topology) -> int:
       topology: the ranks.
 
     Raises:
+      TypeError: it is neither a whole number nor a text.
       ValueError: it has another form.
     """
     if cutoff is None:
@@ -39,9 +41,7 @@ def resolve(cutoff: int | str | None, topology: Topology) -> int:
                 f"cutoff={cutoff!r} is not understood; allowed: bytes, a size such as '512KB', or "
                 "'auto'"
             ) from None
-    if isinstance(cutoff, bool) or cutoff < 0:
-        raise ValueError(f"cutoff must be 0 or more bytes, not {cutoff!r}")
-    return cutoff
+    return checks.integer("cutoff", cutoff, 0, "bytes")
 
 
 def _automatic(topology: Topology) -> int:

@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jax_b12x import _native, config, lanes
+from jax_b12x.comm import checks, lifetime
 from jax_b12x.comm import cutoff as cutoff_lib
-from jax_b12x.comm import lifetime
 from jax_b12x.comm import transport as transport_lib
 from jax_b12x.comm.coordination import make_group
 from jax_b12x.comm.lease import ChannelRecord, Checkpoint, print_table
-from jax_b12x.comm.memory import ISOLATIONS, Isolation, channel_bytes
+from jax_b12x.comm.memory import ISOLATIONS, SMALLEST_LANE_BYTES, Isolation, channel_bytes
 from jax_b12x.comm.teardown import TeardownRefusedError, teardown
 from jax_b12x.comm.topology import Topology
 from jax_b12x.comm.transport_ipc import IpcExchange
@@ -61,7 +61,9 @@ class Pool(lifetime.ClosesOnExit):
         :func:`jax_b12x.lane`, which are inside :meth:`ordered` as well and which their owner runs
         in the same order on every rank, one after another. By default
         ``B12X_ONESHOT_SINGLE_CHANNEL``.
-      max_bytes: the most bytes that channels may take on a rank; ``None`` for no limit. A message
+      max_bytes: the most bytes that channels may take on a rank, as a number or a size such as
+        ``"256MB"``; ``None`` for no limit. It holds the smallest channel at least, which with
+        ``isolation="lane"`` is one for messages of 4 KB. A message
         that no channel within it can carry is refused when it is traced, the channel that is one
         too many when its program is compiled.
       transport: ``"host"`` (CPU devices of one process), ``"peer"`` (GPUs of one process),
@@ -69,6 +71,7 @@ class Pool(lifetime.ClosesOnExit):
         fits, and ``"xla"`` with a warning where none does.
 
     Raises:
+      TypeError: an argument is not of its kind.
       ValueError: an argument has a value that it may not have.
       TransportError: the transport that was asked for cannot be used.
     """
@@ -85,24 +88,34 @@ class Pool(lifetime.ClosesOnExit):
         cutoff: int | str | None = None,
         timeout: float | None = None,
         isolation: Isolation | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         transport: transport_lib.TransportName | None = None,
     ):
         self.topology = Topology.of(mesh, axis)
+        if name is not None and (not isinstance(name, str) or not name):
+            raise TypeError(f"name must be a text that is not empty, or None, not {name!r}")
+        self._chosen_by = ""
         if isolation is None:
             isolation = "lane" if config.ONESHOT_SINGLE_CHANNEL.get() else "call_site"
+            if isolation == "lane":
+                self._chosen_by = f" (by {config.ONESHOT_SINGLE_CHANNEL.name}=1)"
         if isolation not in ISOLATIONS:
             raise ValueError(f"isolation must be one of {', '.join(ISOLATIONS)}, not {isolation!r}")
         if timeout is None:
             timeout = config.ONESHOT_TIMEOUT_MS.get() / 1000
+        timeout = checks.number("timeout", timeout)
         if not 0.001 <= timeout <= 3600:
             raise ValueError(f"timeout must be between 0.001 and 3600 seconds, not {timeout!r}")
-        smallest = channel_bytes(1, self.topology.world_size)
-        if max_bytes is not None and max_bytes < smallest:
-            raise ValueError(
-                f"max_bytes must be at least {smallest}, which the smallest channel of "
-                f"{self.topology.world_size} ranks takes, or None for no limit, not {max_bytes!r}"
-            )
+        if max_bytes is not None:
+            max_bytes = checks.size("max_bytes", max_bytes, least=1)
+            message = SMALLEST_LANE_BYTES if isolation == "lane" else 1
+            smallest = channel_bytes(message, self.topology.world_size)
+            if max_bytes < smallest:
+                raise ValueError(
+                    f"max_bytes must be at least {smallest}, which the smallest channel of "
+                    f"{self.topology.world_size} ranks takes with isolation={isolation!r}, or None "
+                    f"for no limit, not {max_bytes!r}"
+                )
         self.isolation: Isolation = isolation
         self.timeout = timeout
         self.max_bytes = max_bytes
@@ -169,6 +182,11 @@ class Pool(lifetime.ClosesOnExit):
         return self._state == "closed"
 
     @property
+    def isolation_text(self) -> str:
+        """The isolation, and what chose it where the maker of the pool did not: for messages."""
+        return f"isolation={self.isolation!r}{self._chosen_by}"
+
+    @property
     def shares_channels(self) -> bool:
         """Whether call sites share channels, so that programs must be :meth:`ordered`."""
         return self.transport != "xla" and self.isolation != "call_site"
@@ -209,7 +227,9 @@ class Pool(lifetime.ClosesOnExit):
           ChannelError: it is.
         """
         if self.closed:
-            raise ChannelError(f"pool {self.name!r} is closed; make a new one")
+            raise ChannelError(
+                f"pool {self.name!r} is closed; make a new one and trace with it again"
+            )
 
     def records(self) -> list[ChannelRecord]:
         """Returns a record of every channel there is."""

@@ -96,12 +96,20 @@ class Topology:
         """Returns the ranks of ``mesh`` along ``axis``.
 
         Raises:
-          TypeError: ``mesh`` is none.
+          TypeError: ``mesh`` is none, or ``axis`` is no name and no tuple of names.
           ValueError: the mesh lacks the axis, or it has too many ranks.
         """
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh")
-        axes = (axis,) if isinstance(axis, str) else tuple(axis)
+        axes = (axis,) if isinstance(axis, str) else axis
+        if not isinstance(axes, (tuple, list)) or not all(isinstance(name, str) for name in axes):
+            raise TypeError(
+                f"axis must be the name of an axis of the mesh {mesh.axis_names}, or a tuple of "
+                f"names, not {axis!r}"
+            )
+        axes = tuple(axes)
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"axis={axis!r} names an axis twice")
         missing = [name for name in axes if name not in mesh.axis_names]
         if not axes or missing:
             raise ValueError(f"axis must name axes of the mesh {mesh.axis_names}, not {axis!r}")

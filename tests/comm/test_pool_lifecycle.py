@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comm_testing import assert_same_bits, every_kind, mesh_of, on_each, random_parts
+from comm_testing import (
+    assert_same_bits,
+    every_kind,
+    mesh_of,
+    on_each,
+    random_parts,
+    rank_order_sum,
+)
 
 from jax_b12x import _native, comm, config
 from jax_b12x.comm.memory import ISOLATIONS, channel_bytes, lane_message_bytes
@@ -216,8 +223,8 @@ def test_a_large_model_is_compiled_within_its_limit_or_told_what_would_fit(isola
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_message_that_no_channel_could_carry_is_refused_when_it_is_traced(kind, isolation):
     mesh = mesh_of(2)
-    parts = random_parts(0, mesh, (600,), jnp.float32)
-    capacity = kind.message(600)
+    parts = random_parts(0, mesh, (1200,), jnp.float32)
+    capacity = kind.message(1200)
     needed = channel_bytes(lane_message_bytes(capacity) if isolation == "lane" else capacity, 2)
     for max_bytes in (needed - 1, needed):
         with kind.pool(mesh, "tp", isolation=isolation, max_bytes=max_bytes) as pool:
@@ -264,6 +271,7 @@ def test_the_environment_sets_what_the_maker_of_a_pool_leaves_open(monkeypatch):
         ("B12X_ONESHOT_SINGLE_CHANNEL", "yes"),
         ("B12X_ONESHOT_TIMEOUT_MS", "0"),
         ("B12X_ONESHOT_TIMEOUT_MS", "1.5"),
+        ("B12X_ONESHOT_TIMEOUT_MS", "3600001"),
     ],
 )
 def test_the_environment_is_refused_with_the_allowed_forms(monkeypatch, variable, text):
@@ -278,15 +286,94 @@ def test_the_environment_is_refused_with_the_allowed_forms(monkeypatch, variable
         ({"axis": "ep"}, "axis must name axes of the mesh"),
         ({"isolation": "stream"}, "isolation must be one of call_site, executable, lane"),
         ({"timeout": 0}, "timeout must be between"),
+        ({"timeout": float("nan")}, "timeout must be finite"),
+        ({"timeout": 3601}, "timeout must be between"),
+        ({"axis": ()}, "axis must name axes of the mesh"),
+        ({"axis": ("tp", "tp")}, "names an axis twice"),
+        ({"max_bytes": 2**70}, "max_bytes must be a whole number of bytes"),
+        ({"max_bytes": "1 MB"}, "max_bytes='1 MB' is not understood; allowed: bytes, or a size"),
+        ({"max_bytes": 12287, "isolation": "lane"}, "at least 12288.*isolation='lane'"),
+        ({"max_bytes": "4KB"}, "max_bytes must be at least 4352"),
+        ({"cutoff": 2**63}, "cutoff must be a whole number of bytes"),
         ({"max_bytes": 4351}, "max_bytes must be at least 4352, which the smallest channel of 2"),
         ({"cutoff": "lots"}, "cutoff='lots' is not understood"),
-        ({"cutoff": -1}, "cutoff must be 0 or more"),
+        ({"cutoff": -1}, "cutoff must be a whole number of bytes, 0 or more, not -1"),
         ({"transport": "smoke"}, "transport must be one of peer, ipc, host, xla"),
     ],
 )
 def test_arguments_are_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         comm.ChannelPool(mesh_of(2), **{"axis": "tp", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"axis": None}, "axis must be the name of an axis of the mesh .*, not None"),
+        ({"axis": 0}, "axis must be the name of an axis of the mesh .*, not 0"),
+        ({"axis": (0,)}, "axis must be the name of an axis of the mesh"),
+        ({"name": 5}, "name must be a text"),
+        ({"name": ""}, "name must be a text that is not empty"),
+        ({"timeout": "5"}, "timeout must be a number, not '5'"),
+        ({"timeout": True}, "timeout must be a number, not True"),
+        ({"max_bytes": 1e6}, "max_bytes must be a whole number of bytes"),
+        ({"max_bytes": True}, "max_bytes must be a whole number of bytes"),
+        ({"cutoff": 1.5}, "cutoff must be a whole number of bytes, 0 or more, not 1.5"),
+        ({"cutoff": False}, "cutoff must be a whole number of bytes"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        comm.ChannelPool(mesh_of(2), **{"axis": "tp", **arguments})
+
+
+def test_sizes_may_be_numbers_of_numpy_or_texts():
+    mesh = mesh_of(2)
+    with comm.ChannelPool(mesh, "tp", max_bytes="1MB", cutoff=np.int64(64)) as pool:
+        assert (pool.max_bytes, pool.cutoff) == (2**20, 64)
+
+
+def test_the_smallest_lane_pool_serves_the_smallest_messages():
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (4,), jnp.float32)
+    with comm.ChannelPool(mesh, "tp", isolation="lane", max_bytes=12288) as pool:
+        step = on_each(mesh, pool.ordered()(lambda x: comm.all_reduce(x, pool)))
+        assert_same_bits(step(parts), rank_order_sum(parts, 2))
+        assert pool.bytes == pool.max_bytes
+
+
+def test_a_full_pool_says_what_dropped_executables_have_left_and_how_to_free_it():
+    mesh = mesh_of(2)
+    with comm.ChannelPool(mesh, "tp", max_bytes=2 * channel_bytes(400, 2)) as pool:
+        checkpoint = pool.checkpoint()
+
+        def step_of(size):
+            return on_each(mesh, lambda x: comm.all_reduce(x, pool)), jnp.ones((2, size))
+
+        for size in (100, 90):
+            step, x = step_of(size)
+            step(x)
+            drop(pool, step)
+        step, x = step_of(10)
+        with pytest.raises(
+            jax.errors.JaxRuntimeError,
+            match=r"2 channels already take .* 2 of them \(.* KiB\) are left by executables that "
+            r"are gone: rollback\(\) to an earlier checkpoint frees them",
+        ):
+            step(x)
+        pool.rollback(checkpoint)
+        np.testing.assert_array_equal(step(x), np.full((2, 10), 2.0))
+
+
+def test_a_lane_that_the_environment_chose_is_named_where_it_is_in_the_way(monkeypatch):
+    mesh = mesh_of(2)
+    monkeypatch.setenv("B12X_ONESHOT_SINGLE_CHANNEL", "1")
+    with comm.ChannelPool(mesh, "tp") as pool:
+        step = on_each(mesh, lambda x: comm.all_reduce(x, pool))
+        with pytest.raises(
+            ValueError, match=r"isolation='lane' \(by B12X_ONESHOT_SINGLE_CHANNEL=1\), where"
+        ):
+            step(jnp.ones((2, 8)))
 
 
 @pytest.mark.parametrize("transport", ["peer", "ipc"])
