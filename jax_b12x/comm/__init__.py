@@ -6,10 +6,12 @@ from jax_b12x.comm.dcp_attention import dcp_attention
 from jax_b12x.comm.lease import ChannelRecord, Checkpoint
 from jax_b12x.comm.memory import channel_bytes, required_bytes
 from jax_b12x.comm.pool import ChannelError, ChannelPool, DcpPool, Pool, RollbackRefusedError
+from jax_b12x.comm.primitives import TARGETS
 from jax_b12x.comm.teardown import TeardownError, TeardownRefusedError
 from jax_b12x.comm.transport import TransportError
 
 __all__ = [
+    "TARGETS",
     "ChannelError",
     "ChannelPool",
     "ChannelRecord",

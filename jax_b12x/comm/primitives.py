@@ -23,6 +23,16 @@ from jax_b12x.comm.memory import PACKET_BYTES
 if TYPE_CHECKING:
     from jax_b12x.comm.pool import Pool
 
+# The FFI targets that a program with collectives may call, those of `dcp_primitives` too: for
+# `jax.export`'s safety checks.
+TARGETS = (
+    "b12x_all_reduce",
+    "b12x_all_reduce_rms_norm",
+    "b12x_dcp_combine",
+    "b12x_dcp_gather",
+    "b12x_open_order",
+)
+
 # bind(*arrays, [token], pool=..., lane=..., largest=..., **attributes); with `largest`, the call is
 # part of an ordered program and takes its token as last operand
 all_reduce_p = jax.extend.core.Primitive("b12x_all_reduce")
@@ -55,7 +65,10 @@ def row_message_bytes(aval: Any) -> int:
 
 
 def open_order(pool: Pool, lane: str, largest: order.Largest) -> Any:
-    """Takes the channel that an ordered program shares; returns its first token."""
+    """Takes the channel that an ordered program shares; returns its first token.
+
+    It is called inside ``shard_map``.
+    """
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     return open_order_p.bind(pool=pool, lane=lane, largest=largest, token=order.token_type(manual))
 

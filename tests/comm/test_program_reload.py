@@ -1,6 +1,7 @@
 """Programs that were compiled or lowered elsewhere: they know their pool by name."""
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,11 +17,13 @@ from comm_testing import (
     assert_same_bits,
     every_kind,
     mesh_of,
+    on_each,
     random_parts,
 )
 from jax.sharding import Mesh, NamedSharding
 
 import jax_b12x
+from jax_b12x import comm
 from jax_b12x.comm.topology import Place, Topology
 
 PROGRAM = """
@@ -87,13 +90,28 @@ def exported(kind, pool, parts):
     step = jax.jit(
         jax.shard_map(body, mesh=pool.topology.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
-    disabled = [
-        jax.export.DisabledSafetyCheck.custom_call(target)
-        for target in ("b12x_all_reduce", "b12x_dcp_combine", "b12x_dcp_gather", "b12x_open_order")
-    ]
+    disabled = [jax.export.DisabledSafetyCheck.custom_call(target) for target in comm.TARGETS]
     return jax.export.export(step, disabled_checks=disabled)(
         jax.ShapeDtypeStruct(parts.shape, parts.dtype, sharding=parts.sharding)
     ).serialize()
+
+
+def test_the_targets_are_those_that_programs_call():
+    mesh = mesh_of(2)
+    with (
+        comm.ChannelPool(mesh, "tp", isolation="executable") as sums,
+        comm.DcpPool(mesh, "tp") as dcp,
+    ):
+
+        def body(x):
+            with sums.ordered():
+                x = comm.all_reduce(x, sums)
+                x, _ = comm.all_reduce_rms_norm(x, x, x[0, 0], 1e-5, sums)
+            x = comm.dcp_gather_heads(x, dcp)
+            return comm.dcp_combine(x, x[..., 0], dcp)
+
+        text = on_each(mesh, body).lower(jnp.ones((2, 4, 2, 8))).as_text()
+    assert set(re.findall(r"@(b12x_\w+)", text)) == set(comm.TARGETS)
 
 
 @every_kind
