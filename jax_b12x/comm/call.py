@@ -42,7 +42,10 @@ def check_axes(op: str, pool: Pool) -> None:
         )
     automatic = [name for name in mesh.axis_names if name not in mesh.manual_axes]
     if any(mesh.shape[name] > 1 for name in automatic):
-        raise ValueError(f"{op} needs every axis of the mesh manual; {automatic} are not")
+        raise ValueError(
+            f"{op} needs every axis of the mesh manual; {automatic} are not: leave axis_names out "
+            "of shard_map, and name these axes in its specs"
+        )
 
 
 def takes_channel(op: str, message_bytes: int, pool: Pool) -> bool:

@@ -39,7 +39,13 @@ class Order:
     def __init__(self, pool: Pool, token: Any, largest: Largest):
         self.pool = pool
         self.largest = largest
-        self._token: Any = jax.new_ref(token)
+        try:
+            self._token: Any = jax.new_ref(token)
+        except ValueError as error:  # JAX has them in traced programs alone
+            raise ValueError(
+                "pool.ordered() must be under jax.jit: calls that share a channel get their order "
+                f"from the program that they are traced into (pool {pool.name!r})"
+            ) from error
 
     def take(self) -> Any:
         """Returns the token: the caller's turn."""

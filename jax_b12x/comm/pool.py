@@ -205,16 +205,23 @@ class Pool(lifetime.ClosesOnExit):
         Put it around the body of ``shard_map``, as a context or as a decorator
         (``jax.shard_map(pool.ordered()(body), ...)``). With ``isolation="call_site"`` it changes
         nothing. The order holds through ``scan``, ``cond``, ``while_loop``, inner ``jit`` and
-        command buffers: each call takes an array from the call before it. Gradients through control
-        flow inside it are limited by JAX's mutable arrays; train with ``isolation="call_site"``.
+        command buffers: each call takes an array from the call before it. It has to be under
+        ``jax.jit``. The limits of JAX's mutable arrays are its own: ``vmap`` goes around it and not
+        inside, and gradients may stop at control flow or ``jax.checkpoint`` inside it. Train with
+        ``isolation="call_site"``.
+
+        Raises:
+          ChannelError: the pool is closed.
+          ValueError: with shared channels, it is not inside ``shard_map`` over the pool's mesh, or
+            not under ``jax.jit``.
         """
         if not self.shares_channels:
             yield
             return
         # The op imports this module's class for its types.
-        from jax_b12x.comm import order, primitives
+        from jax_b12x.comm import call, order, primitives
 
-        self.require_open()
+        call.check_axes("pool.ordered()", self)
         largest = order.Largest()
         token = primitives.open_order(self, lanes.current(), largest)
         with order.ordered(self, token, largest):

@@ -15,6 +15,7 @@ from comm_testing import (
 from jax import lax
 
 import jax_b12x
+from jax_b12x import comm
 
 SHARED = pytest.mark.parametrize("isolation", ["executable", "lane"])
 
@@ -55,6 +56,54 @@ def test_the_order_holds_through_control_flow(kind, isolation, platform):
             assert_same_bits(first, expected_other)
             assert_same_bits(last, expected_other)
         assert len(pool.records()) == 1
+
+
+@every_kind
+@SHARED
+def test_an_order_is_opened_inside_shard_map(kind, isolation):
+    mesh = mesh_of(2)
+    with kind.pool(mesh, "tp", isolation=isolation) as pool:
+        step = on_each(mesh, lambda x: kind.call(x, pool))
+
+        def around(x):
+            with pool.ordered():
+                return step(x)
+
+        for wrong in (around, jax.jit(around)):
+            with pytest.raises(
+                ValueError,
+                match=r"pool.ordered\(\) must be inside a shard_map over the",
+            ):
+                wrong(jnp.ones((2, 8)))
+
+
+@every_kind
+@SHARED
+def test_an_order_is_opened_under_jit(kind, isolation):
+    mesh = mesh_of(2)
+    with kind.pool(mesh, "tp", isolation=isolation) as pool:
+        body = pool.ordered()(lambda x: kind.call(x, pool))
+        eager = jax.shard_map(body, mesh=mesh, in_specs=jax.P("tp"), out_specs=jax.P("tp"))
+        with pytest.raises(ValueError, match=r"pool.ordered\(\) must be under jax.jit"):
+            eager(jnp.ones((2, 8)))
+
+
+@every_kind
+@SHARED
+def test_vmap_goes_around_an_order(kind, isolation):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (3, 8), jnp.float32)
+    with kind.pool(mesh, "tp", isolation=isolation) as pool:
+        body = pool.ordered()(lambda x: kind.call(x, pool))
+        assert_same_bits(on_each(mesh, jax.vmap(body))(parts), kind.expected(parts, 2))
+
+
+def test_without_shared_channels_an_order_may_be_anywhere():
+    mesh = mesh_of(2)
+    for options in ({}, {"transport": "xla", "isolation": "lane"}):
+        with comm.ChannelPool(mesh, "tp", **options) as pool, pool.ordered():
+            step = on_each(mesh, lambda x, pool=pool: comm.all_reduce(x, pool))
+            np.testing.assert_array_equal(step(jnp.ones((2, 8))), np.full((2, 8), 2.0))
 
 
 @every_kind
