@@ -279,11 +279,11 @@ class WorkspacePool(lifetime.ClosesOnExit):
         """Prints a table of the workspaces: owner, call site, lane, bytes, devices, state."""
         table = Table(title=repr(self), title_justify="left")
         for heading in ("workspace", "executable", "call site", "lane"):
-            table.add_column(heading)
+            table.add_column(heading, overflow="fold")
         for heading in ("bytes", "streams"):
-            table.add_column(heading, justify="right")
-        for heading in ("devices", "state"):
-            table.add_column(heading)
+            table.add_column(heading, justify="right", overflow="fold")
+        table.add_column("devices", overflow="fold")
+        table.add_column("state", overflow="fold", min_width=len("leased,"))
         records = self.records()
         for record in records:
             devices = ", ".join(f"{record.platform}:{device}" for device in record.devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +19,7 @@ class ChannelRecord:
       id: its number in the pool.
       op: the kind of call, or ``"open_order"`` for a channel that several calls share.
       program: the name of the compiled function that took it.
-      site: the number of the call site in that program.
+      site: the number of the call site in that program; they rise, and need not begin with 1.
       executable: numbers the executables of the pool in the order in which they were made.
       lane: the lane that it was traced in.
       capacity: the largest message, in bytes.
@@ -91,11 +91,13 @@ class Checkpoint:
 def print_table(title: str, records: list[ChannelRecord], console: Console) -> None:
     """Prints a table of channels."""
     table = Table(title=title, title_justify="left")
-    for heading in ("channel", "owner", "call site", "lane"):
-        table.add_column(heading)
+    table.add_column("channel", no_wrap=True)
+    for heading in ("owner", "call site", "lane"):
+        table.add_column(heading, overflow="fold")
     for heading in ("message", "bytes a rank", "ranks"):
-        table.add_column(heading, justify="right")
-    table.add_column("state")
+        table.add_column(heading, justify="right", overflow="fold")
+    # The word that one looks for is whole however narrow the terminal is.
+    table.add_column("state", no_wrap=True, min_width=max(map(len, get_args(ChannelState))))
     for record in records:
         table.add_row(
             str(record.id),

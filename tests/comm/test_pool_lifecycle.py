@@ -177,6 +177,31 @@ def test_describe_shows_owner_call_site_lane_bytes_and_state(kind):
         assert word in text, text
 
 
+def test_describe_keeps_its_words_whole_on_a_terminal_of_80_columns(monkeypatch, capsys):
+    mesh = mesh_of(2)
+    monkeypatch.setenv("COLUMNS", "80")
+    with comm.ChannelPool(mesh, "tp") as pool:
+
+        def all_reduce_of_a_program_with_a_long_name(x):
+            return comm.all_reduce(x, pool)
+
+        mapped = jax.shard_map(
+            all_reduce_of_a_program_with_a_long_name,
+            mesh=mesh,
+            in_specs=jax.P("tp"),
+            out_specs=jax.P("tp"),
+            check_vma=False,
+        )
+        step = jax.jit(mapped)
+        step(jnp.ones((2, 1_000_000)))
+        drop(pool, step)
+        pool.describe()
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "quarantined" in text
+    assert "…" not in text
+
+
 MESSAGES = [tokens * 6144 * 2 for tokens in (1, 2, 4, 8, 16, 32, 64, 128)]
 CALL_SITES = 121
 LIMIT = 256 * 2**20
