@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_b12x import lanes
-from jax_b12x.comm import call, primitives
+from jax_b12x.comm import call, checks, primitives
 from jax_b12x.comm import order as order_lib
 from jax_b12x.comm.memory import MAX_ROW_BYTES
 from jax_b12x.comm.pool import ChannelPool
@@ -31,7 +31,7 @@ def all_reduce(x: ArrayLike, pool: ChannelPool) -> jax.Array:
     ``lax.psum``'s.
 
     Args:
-      x: bf16, fp16 or fp32 of any shape; the same shape on every rank.
+      x: bf16, fp16 or fp32 of any shape; the same shape on every rank. A Python number is fp32.
       pool: the channels of the axis; made for the mesh that the program runs on.
 
     Returns:
@@ -42,9 +42,9 @@ def all_reduce(x: ArrayLike, pool: ChannelPool) -> jax.Array:
       ValueError: the call is not inside a ``shard_map`` over the pool's mesh, or it shares a
         channel (``isolation="executable"`` or ``"lane"``) and is not inside ``pool.ordered()``.
     """
-    x = jnp.asarray(x)
-    _check_dtype("x", x)
     call.check_pool("all_reduce", pool, ChannelPool)
+    x = checks.array("x", x)
+    _check_dtype("x", x)
     call.check_axes("all_reduce", pool)
     if not call.takes_channel("all_reduce", primitives.message_bytes(jax.typeof(x)), pool):
         return _psum(x, pool)
@@ -75,7 +75,7 @@ def all_reduce_rms_norm(
       x: bf16, fp16 or fp32 ``[..., hidden]``: this rank's part of the sum.
       residual: like ``x``; the same values on every rank.
       weight: ``[hidden]`` of the same dtype.
-      eps: added to the mean of squares.
+      eps: added to the mean of squares: 0 or more, known when the program is traced.
       pool: the channels of the axis.
 
     Returns:
@@ -85,16 +85,22 @@ def all_reduce_rms_norm(
       TypeError: the dtypes are not allowed or differ, or the call is differentiated.
       ValueError: shapes do not fit together, or as for :func:`all_reduce`.
     """
-    x, residual, weight = jnp.asarray(x), jnp.asarray(residual), jnp.asarray(weight)
+    call.check_pool("all_reduce_rms_norm", pool, ChannelPool)
+    x, residual = checks.array("x", x), checks.array("residual", residual)
+    weight = checks.array("weight", weight)
+    eps = checks.number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"eps must be 0 or more, not {eps!r}")
     _check_dtype("x", x)
     for name, array in (("residual", residual), ("weight", weight)):
         if array.dtype != x.dtype:
             raise TypeError(f"{name} must have the dtype of x, {x.dtype}, not {array.dtype}")
-    if x.ndim == 0 or residual.shape != x.shape:
+    if x.ndim == 0:
+        raise ValueError("x must be [..., hidden], not a scalar")
+    if residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {x.shape}, not {residual.shape}")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}")
-    call.check_pool("all_reduce_rms_norm", pool, ChannelPool)
     call.check_axes("all_reduce_rms_norm", pool)
     row_fits = x.shape[-1] * x.dtype.itemsize <= MAX_ROW_BYTES
     message_bytes = primitives.row_message_bytes(jax.typeof(x))

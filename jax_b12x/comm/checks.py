@@ -19,27 +19,29 @@ from jax_b12x import config
 _MOST = 2**63 - 1
 
 
-def integer(name: str, value: Any, least: int, unit: str = "") -> int:
+def integer(name: str, value: Any, least: int | None = None, unit: str = "") -> int:
     """Returns a whole number.
 
     Args:
       name: the argument's name.
       value: what the caller gave.
-      least: the smallest that is allowed.
+      least: the smallest that is allowed, if there is one.
       unit: of what, such as ``"bytes"``.
 
     Raises:
       TypeError: it is no whole number.
       ValueError: it is smaller, or does not fit into 64 bits.
     """
-    wanted = f"{name} must be a whole number{f' of {unit}' if unit else ''}, {least} or more"
+    wanted = f"{name} must be a whole number{f' of {unit}' if unit else ''}"
+    if least is not None:
+        wanted = f"{wanted}, {least} or more"
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{wanted}, not {value!r}") from None
     if isinstance(value, bool):
         raise TypeError(f"{wanted}, not {value!r}")
-    if not least <= number <= _MOST:
+    if abs(number) > _MOST or (least is not None and number < least):
         raise ValueError(f"{wanted}, not {value!r}")
     return number
 

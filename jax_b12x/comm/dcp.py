@@ -22,7 +22,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_b12x import lanes
-from jax_b12x.comm import call, dcp_primitives, dcp_reference
+from jax_b12x.comm import call, checks, dcp_primitives, dcp_reference
 from jax_b12x.comm.dcp_reference import LSE_BASES, LseBase
 from jax_b12x.comm.pool import DcpPool
 
@@ -68,8 +68,8 @@ def dcp_combine(
       ValueError: shapes do not fit together, or the call is not inside a ``shard_map`` over the
         pool's mesh, or it shares a channel and is not inside ``pool.ordered()``.
     """
-    partial_out, lse = jnp.asarray(partial_out), jnp.asarray(lse)
     call.check_pool("dcp_combine", pool, DcpPool)
+    partial_out, lse = checks.array("partial_out", partial_out), checks.array("lse", lse)
     if lse_base not in LSE_BASES:
         raise ValueError(f"lse_base must be one of {', '.join(LSE_BASES)}, not {lse_base!r}")
     axis = _check_heads("partial_out", partial_out, COMBINE_DTYPES, heads_axis)
@@ -154,7 +154,7 @@ def _gather(
     op: str, named: dict[str, ArrayLike], pool: DcpPool, heads_axis: int
 ) -> list[jax.Array]:
     call.check_pool(op, pool, DcpPool)
-    arrays = [jnp.asarray(array) for array in named.values()]
+    arrays = [checks.array(name, array) for name, array in named.items()]
     axes = [
         _check_heads(name, array, GATHER_DTYPES, heads_axis)
         for name, array in zip(named, arrays, strict=True)
@@ -195,12 +195,15 @@ def _check_heads(name: str, array: jax.Array, dtypes: tuple[str, ...], heads_axi
             f"{name} must have heads and head_dim, [..., heads, head_dim], not "
             f"the shape {array.shape}"
         )
+    heads_axis = checks.integer("heads_axis", heads_axis)
     axis = heads_axis + array.ndim if heads_axis < 0 else heads_axis
     if not 0 <= axis < array.ndim - 1:
         raise ValueError(
             f"heads_axis={heads_axis} must be an axis of {name}, {array.shape}, other than the "
             "last, which is head_dim"
         )
+    if array.shape[axis] == 0:
+        raise ValueError(f"{name} has no heads: axis {axis} of {array.shape} must be 1 or more")
     head_dim = array.shape[-1]
     if head_dim == 0 or head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
         raise ValueError(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jax_b12x.comm import call
-from jax_b12x.comm.dcp import dcp_combine, dcp_gather_heads
+from jax_b12x.comm import call, checks
+from jax_b12x.comm.dcp import COMBINE_DTYPES, GATHER_DTYPES, dcp_combine, dcp_gather_heads
 from jax_b12x.comm.pool import DcpPool
 
 MAX_QUERY_TOKENS = 8
@@ -24,7 +24,7 @@ def dcp_attention(
     pool: DcpPool,
     *,
     page_table: ArrayLike | None = None,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     q_has_all_heads: bool = False,
 ) -> jax.Array:
     """Returns causal attention of the last tokens over a KV cache that is sharded over tokens.
@@ -36,17 +36,17 @@ def dcp_attention(
     Args:
       q: bf16, fp16 or fp32 ``[batch, num_tokens, heads / world_size, head_dim]``: this rank's heads
         of the last 1 to 8 tokens.
-      k_shard: ``[batch, shard_tokens, kv_heads, head_dim]``: the keys of this rank's tokens, all
-        heads; with a page table ``[num_pages, page_size, kv_heads, head_dim]``. ``heads`` is a
-        multiple of ``kv_heads``.
-      v_shard: like ``k_shard``; its ``head_dim`` may be another.
+      k_shard: bf16, fp16, fp32 or fp8 ``[batch, shard_tokens, kv_heads, head_dim]``: the keys of
+        this rank's tokens, all heads; with a page table
+        ``[num_pages, page_size, kv_heads, head_dim]``. ``heads`` is a multiple of ``kv_heads``.
+      v_shard: like ``k_shard``, of the same dtype; its ``head_dim`` may be another.
       kv_len: ``int32[batch]`` or a scalar: tokens in the whole cache, the queries' own included.
         Query ``i`` sees the tokens up to ``kv_len - num_tokens + i``; where there are none, its
         result is 0.
       pool: the channels of the axis.
       page_table: ``int32[batch, shard_pages]``: the page of this rank's tokens from
         ``j * page_size`` on; entries behind the end of the cache may be anything.
-      scale: of the scores; by default ``head_dim ** -0.5``.
+      scale: of the scores, a number or a scalar array; by default ``head_dim ** -0.5``.
       q_has_all_heads: ``q`` is ``[batch, num_tokens, heads, head_dim]`` on every rank already, and
         is not gathered.
 
@@ -57,8 +57,10 @@ def dcp_attention(
       TypeError: a dtype or the kind of pool is not allowed, or the call is differentiated.
       ValueError: shapes do not fit together, or as for :func:`dcp_combine`.
     """
-    q, k, v = jnp.asarray(q), jnp.asarray(k_shard), jnp.asarray(v_shard)
     call.check_pool("dcp_attention", pool, DcpPool)
+    q = checks.array("q", q)
+    k, v = checks.array("k_shard", k_shard), checks.array("v_shard", v_shard)
+    _check_dtypes(q, k, v)
     if q.ndim != 4 or not 1 <= q.shape[1] <= MAX_QUERY_TOKENS:
         raise ValueError(
             f"q must be [batch, num_tokens, heads, head_dim] with 1 to {MAX_QUERY_TOKENS} tokens, "
@@ -71,13 +73,18 @@ def dcp_attention(
             f"{v.shape}"
         )
     if page_table is not None:
-        k, v = _pages(k, v, jnp.asarray(page_table), q.shape[0])
+        k, v = _pages(k, v, checks.array("page_table", page_table), q.shape[0])
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k_shard has batch {k.shape[0]}, q has {q.shape[0]}")
     heads = q.shape[2] if q_has_all_heads else q.shape[2] * pool.world_size
     if heads % k.shape[2]:
         raise ValueError(f"q has {heads} heads, no multiple of the {k.shape[2]} kv_heads")
-    lengths = jnp.asarray(kv_len, jnp.int32)
+    lengths = checks.array("kv_len", kv_len)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"kv_len must be int32, not {lengths.dtype}")
+    lengths = lengths.astype(jnp.int32)
+    if scale is not None and not (isinstance(scale, jax.Array) and scale.shape == ()):
+        scale = checks.number("scale", scale)
     if lengths.shape not in ((), q.shape[:1]):
         raise ValueError(f"kv_len must be a scalar or [batch], not {lengths.shape}")
     if not q_has_all_heads:
@@ -87,6 +94,18 @@ def dcp_attention(
     out, lse = partial_attention(q, k, v, jnp.broadcast_to(lengths, q.shape[:1]), shard, scale)
     combined: jax.Array = dcp_combine(out, lse, pool)
     return combined
+
+
+def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    for name, array, allowed in (
+        ("q", q, COMBINE_DTYPES),
+        ("k_shard", k, GATHER_DTYPES),
+        ("v_shard", v, GATHER_DTYPES),
+    ):
+        if array.dtype.name not in allowed:
+            raise TypeError(f"{name} must be {', '.join(allowed)}, not {array.dtype}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"v_shard must have the dtype of k_shard, {k.dtype}, not {v.dtype}")
 
 
 def _pages(k: Any, v: Any, table: Any, batch: int) -> tuple[Any, Any]:
@@ -105,7 +124,7 @@ def _pages(k: Any, v: Any, table: Any, batch: int) -> tuple[Any, Any]:
 
 
 def partial_attention(
-    q: Any, k: Any, v: Any, kv_len: Any, position: Any, scale: float | None = None
+    q: Any, k: Any, v: Any, kv_len: Any, position: Any, scale: float | jax.Array | None = None
 ) -> tuple[Any, Any]:
     """Returns attention over some of the tokens of a cache, and its log-sum-exp.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
+from jax_b12x.comm import checks
+
 Isolation = Literal["call_site", "executable", "lane"]
 ISOLATIONS: tuple[Isolation, ...] = get_args(Isolation)
 
@@ -27,7 +29,13 @@ def channel_bytes(message_bytes: int, world_size: int) -> int:
     Args:
       message_bytes: the largest message that the channel carries, in bytes a rank.
       world_size: the ranks of a group.
+
+    Raises:
+      TypeError: an argument is no whole number.
+      ValueError: there is less than one rank, or less than no byte.
     """
+    message_bytes = checks.integer("message_bytes", message_bytes, 0, "bytes")
+    world_size = checks.integer("world_size", world_size, 1, "ranks")
     return HEADER_BYTES + BUFFERS * (world_size - 1) * whole_lines(message_bytes)
 
 
@@ -48,7 +56,13 @@ def required_bytes(programs: Iterable[Sequence[int]], world_size: int, isolation
       programs: for each executable, the message bytes of its call sites.
       world_size: the ranks of a group.
       isolation: who shares a channel.
+
+    Raises:
+      TypeError: a size or ``world_size`` is no whole number.
+      ValueError: there is no such isolation, or as for :func:`channel_bytes`.
     """
+    if isolation not in ISOLATIONS:
+        raise ValueError(f"isolation must be one of {', '.join(ISOLATIONS)}, not {isolation!r}")
     if isolation == "call_site":
         return sum(channel_bytes(size, world_size) for sites in programs for size in sites)
     largest = [max(sites) for sites in programs if sites]

@@ -301,8 +301,32 @@ def test_mistakes_are_named_when_the_program_is_traced():
             trace(lambda x: comm.all_reduce_rms_norm(x, x, ones(4), 1e-6, pool)[0])
         with pytest.raises(TypeError, match="weight must have the dtype of x, float32"):
             trace(lambda x: comm.all_reduce_rms_norm(x, x, ones(8, jnp.bfloat16), 1e-6, pool)[0])
+        with pytest.raises(TypeError, match="x must be an array, not a dict"):
+            trace(lambda x: comm.all_reduce({"a": x}, pool))
+        with pytest.raises(ValueError, match=r"x must be \[..., hidden\], not a scalar"):
+            trace(lambda x: comm.all_reduce_rms_norm(x[0, 0], x[0, 0], ones(()), 0, pool)[0][None])
+        for eps, error, message in (
+            ("x", TypeError, "eps must be a number, not 'x'"),
+            ("1e-5", TypeError, "eps must be a number, not '1e-5'"),
+            (None, TypeError, "eps must be a number that tracing knows, not None"),
+            (True, TypeError, "eps must be a number, not True"),
+            (-100, ValueError, "eps must be 0 or more, not -100"),
+            (np.nan, ValueError, "eps must be finite, not nan"),
+        ):
+            with pytest.raises(error, match=message):
+                trace(lambda x, eps=eps: comm.all_reduce_rms_norm(x, x, ones(8), eps, pool)[0])
+        with pytest.raises(TypeError, match="eps must be a number that tracing knows, not"):
+            trace(lambda x: comm.all_reduce_rms_norm(x, x, ones(8), x[0, 0], pool)[0])
     with pytest.raises(comm.ChannelError, match="pool 'tp2' is closed"):
         trace(lambda x: comm.all_reduce(x, pool))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_python_number_is_summed_in_fp32(x64):
+    mesh = mesh_of(2)
+    with comm.ChannelPool(mesh, "tp") as pool, jax.enable_x64(x64):
+        out = on_each(mesh, lambda _: comm.all_reduce(1.5, pool))(jnp.ones((2, 1), jnp.float32))
+    assert_same_bits(out, np.full(2, 3.0, np.float32))
 
 
 def test_one_rank_is_a_sum_of_one():

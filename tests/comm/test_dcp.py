@@ -431,6 +431,9 @@ def test_gpus_combine_and_gather_more_than_2_to_the_31_elements():
     [
         ({"lse_base": "10"}, ValueError, "lse_base must be one of e, 2, not '10'"),
         ({"heads_axis": 2}, ValueError, "heads_axis=2 must be an axis of partial_out"),
+        ({"heads_axis": "h"}, TypeError, "heads_axis must be a whole number, not 'h'"),
+        ({"heads_axis": True}, TypeError, "heads_axis must be a whole number, not True"),
+        ({"x": jnp.ones((2, 0, 8)), "lse": jnp.ones((2, 0))}, ValueError, "partial_out has no h"),
         ({"heads_axis": -4}, ValueError, "heads_axis=-4 must be an axis of partial_out"),
         ({"x": jnp.ones((2, 4, 12))}, ValueError, "head_dim 12; it must be a multiple of 8"),
         ({"x": jnp.ones((2, 4, 1032))}, ValueError, "head_dim 1032; it must be a multiple of 8"),
@@ -464,6 +467,20 @@ def test_dtypes_that_a_gather_cannot_mark_as_missing_are_refused():
         for dtype in (jnp.int32, jnp.float8_e4m3fnuz):
             with pytest.raises(TypeError, match="q must be bfloat16, float16, float32, float8_e4"):
                 step.lower(jnp.ones((2, 1, 1, 8), dtype))
+
+
+@pytest.mark.parametrize("cutoff", [0, "8MB"], ids=("xla", "channel"))
+def test_a_gather_of_no_heads_is_refused_and_of_no_tokens_is_nothing(cutoff):
+    mesh = mesh_of(2)
+    with comm.DcpPool(mesh, "tp", cutoff=cutoff) as pool:
+        step = on_each(mesh, lambda q: comm.dcp_gather_heads(q, pool))
+        with pytest.raises(ValueError, match=r"q has no heads: axis 1 of \(3, 0, 8\)"):
+            step.lower(jnp.ones((2, 3, 0, 8)))
+        assert step(jnp.ones((2, 0, 3, 8))).shape == (2, 0, 6, 8)
+        with pytest.raises(TypeError, match="q must be an array, not a dict"):
+            on_each(mesh, lambda q: comm.dcp_gather_heads({"a": q}, pool)).lower(
+                jnp.ones((2, 1, 1, 8))
+            )
 
 
 def test_each_kind_of_pool_takes_its_own_calls():

@@ -162,6 +162,12 @@ def test_a_quarter_of_a_million_tokens(platform):
         ({"k": (3, 4, 2, 8), "v": (3, 4, 2, 8)}, "k_shard has batch 3, q has 2"),
         ({"k": (2, 4, 3, 8), "v": (2, 4, 3, 8)}, "q has 4 heads, no multiple of the 3 kv_heads"),
         ({"kv_len": (3,)}, r"kv_len must be a scalar or \[batch\], not \(3,\)"),
+        ({"dtypes": {"n": jnp.float32}}, "kv_len must be int32, not float32"),
+        ({"dtypes": {"q": jnp.int8}}, "q must be bfloat16, float16, float32, not int8"),
+        ({"dtypes": {"k": jnp.int8, "v": jnp.int8}}, "k_shard must be bfloat16, .*, not int8"),
+        ({"dtypes": {"v": jnp.bfloat16}}, "v_shard must have the dtype of k_shard, float32, not b"),
+        ({"scale": "x"}, "scale must be a number, not 'x'"),
+        ({"scale": float("nan")}, "scale must be finite, not nan"),
         ({"table": (1, 2)}, r"page_table must be int32\[batch, shard_pages\] with batch 2"),
     ],
 )
@@ -172,17 +178,22 @@ def test_arguments_are_refused_by_name(change, message):
         "v": (2, 4, 2, 8),
         "kv_len": (2,),
         "table": None,
+        "scale": None,
+        "dtypes": {},
         **change,
     }
-    q, k, v = (jnp.ones(shapes[name]) for name in "qkv")
+    dtypes, scale = shapes["dtypes"], shapes["scale"]
+    q, k, v = (jnp.ones(shapes[name], dtypes.get(name)) for name in "qkv")
     table = shapes["table"] and jnp.zeros(shapes["table"], jnp.int32)
     with comm.DcpPool(mesh_of(2), "tp") as pool:
         step = jax.shard_map(
-            lambda q, k, v, n: comm.dcp_attention(q, k, v, n, pool, page_table=table),
+            lambda q, k, v, n: comm.dcp_attention(
+                q, k, v, n, pool, page_table=table, **({"scale": scale} if scale else {})
+            ),
             mesh=pool.topology.mesh,
             in_specs=P(),
             out_specs=P(None, None, "tp"),
             check_vma=False,
         )
-        with pytest.raises(ValueError, match=message):
-            jax.jit(step).lower(q, k, v, jnp.ones(shapes["kv_len"], jnp.int32))
+        with pytest.raises((TypeError, ValueError), match=message):
+            jax.jit(step).lower(q, k, v, jnp.ones(shapes["kv_len"], dtypes.get("n", jnp.int32)))

@@ -272,6 +272,27 @@ def test_python_and_the_runtime_agree_on_bytes(message, world_size):
     assert channel_bytes(message, world_size) == _native.host().channel_bytes(message, world_size)
 
 
+@pytest.mark.parametrize(
+    ("message_bytes", "world_size", "error", "message"),
+    [
+        (-1, 4, ValueError, "message_bytes must be a whole number of bytes, 0 or more, not -1"),
+        (8, 0, ValueError, "world_size must be a whole number of ranks, 1 or more, not 0"),
+        (8.5, 2, TypeError, "message_bytes must be a whole number"),
+        (8, "2", TypeError, "world_size must be a whole number"),
+    ],
+)
+def test_bytes_are_counted_of_whole_numbers_alone(message_bytes, world_size, error, message):
+    with pytest.raises(error, match=message):
+        channel_bytes(message_bytes, world_size)
+    with pytest.raises(error, match=message):
+        comm.required_bytes([[message_bytes]], world_size, "call_site")
+
+
+def test_the_bytes_of_an_isolation_that_there_is_not_are_refused():
+    with pytest.raises(ValueError, match=r"isolation must be one of .*, not 'foo'"):
+        comm.required_bytes([[8]], 2, "foo")
+
+
 def test_lanes_have_channels_in_powers_of_two():
     assert [lane_message_bytes(size) for size in (1, 4096, 4097, 8192)] == [4096, 4096, 8192, 8192]
 
