@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_b12x import _native, lanes
-from jax_b12x.comm import lifetime
+from jax_b12x.comm import checks, lifetime
 from jax_b12x.comm.teardown import LocalGroup, TeardownRefusedError, teardown
 
 T = TypeVar("T")
@@ -126,10 +126,12 @@ class WorkspacePool(lifetime.ClosesOnExit):
         two call sites of one program never do.
       lanes: the lanes there are; ``None`` for any. Code outside of all lanes is in the lane
         ``"default"``, which has to be named like others.
-      max_bytes: the most bytes that workspaces may take on a device; ``None`` for no limit.
+      max_bytes: the most bytes that workspaces may take on a device, as a number or a size such as
+        ``"1MB"``; ``None`` for no limit.
       timeout: seconds that a block of a resident grid waits for the others before the run fails.
 
     Raises:
+      TypeError: an argument is not of its kind.
       ValueError: an argument has a value that it may not have.
     """
 
@@ -139,7 +141,7 @@ class WorkspacePool(lifetime.ClosesOnExit):
         name: str | None = None,
         isolation: WorkspaceIsolation = "call_site",
         lanes: Sequence[str] | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         timeout: float = 10.0,
     ):
         if isolation not in get_args(WorkspaceIsolation):
@@ -149,8 +151,11 @@ class WorkspacePool(lifetime.ClosesOnExit):
                 raise ValueError(f"lanes must be names such as ('target', 'draft'), not {lanes!r}")
             for lane in lanes:
                 check_lane(lane)
-        if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes must be positive, or None for no limit, not {max_bytes!r}")
+        if name is not None and (not isinstance(name, str) or not name):
+            raise TypeError(f"name must be a text that is not empty, or None, not {name!r}")
+        if max_bytes is not None:
+            max_bytes = checks.size("max_bytes", max_bytes, least=1)
+        timeout = checks.number("timeout", timeout)
         if not 0.001 <= timeout <= 3600:
             raise ValueError(f"timeout must be between 0.001 and 3600 seconds, not {timeout!r}")
         self.isolation: WorkspaceIsolation = isolation

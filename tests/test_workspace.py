@@ -350,12 +350,33 @@ def test_the_default_pool_is_there_and_cannot_be_closed(arguments):
         ({"lanes": "target"}, "lanes"),
         ({"lanes": ()}, "lanes"),
         ({"max_bytes": 0}, "max_bytes"),
+        ({"max_bytes": "lots"}, "max_bytes='lots' is not understood"),
+        ({"timeout": float("nan")}, "timeout must be finite"),
         ({"timeout": 0}, "timeout"),
     ],
 )
 def test_bad_arguments_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         workspace.WorkspacePool(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_bytes": 1.5}, "max_bytes must be a whole number of bytes, 1 or more, not 1.5"),
+        ({"timeout": "5"}, "timeout must be a number, not '5'"),
+        ({"timeout": True}, "timeout must be a number, not True"),
+        ({"name": 5}, "name must be a text that is not empty, or None, not 5"),
+    ],
+)
+def test_arguments_of_another_type_are_named(wrong, message):
+    with pytest.raises(TypeError, match=message):
+        workspace.WorkspacePool(**wrong)
+
+
+def test_a_limit_may_be_a_text():
+    with workspace.WorkspacePool(max_bytes="2KB") as pool:
+        assert pool.max_bytes == 2048
 
 
 PROGRAM = """
