@@ -285,7 +285,8 @@ def test_add_norm_joins_the_residual_stream_and_normalizes(rng, split):
     weight = jnp.asarray(rng.uniform(0.5, 2, HIDDEN), jnp.float32)
     prepared = layer.prepare(params)
     if split is None:
-        normed, stream = jax.jit(layer.add_norm)(x, prepared, residual, weight, 1e-6)
+        step = jax.jit(lambda *args: layer.add_norm(*args, 1e-6))
+        normed, stream = step(x, prepared, residual, weight)
     else:
         with pool_of(layer) as pool:
             step = jax.jit(lambda *args: layer.add_norm(*args, 1e-6, pool=pool))
@@ -481,3 +482,71 @@ def test_workspaces_of_two_lanes_are_apart(rng):
         with pytest.raises(ValueError, match="the lane is 'default', and workspace pool"):
             step(x, params)
         del step
+
+
+@pytest.mark.parametrize("num_tokens", [4, 100])
+def test_a_shared_expert_of_another_shape_or_dtype_is_refused_for_few_and_many_tokens(
+    rng, num_tokens
+):
+    layer = make_layer()
+    params, x = make_params(rng, layer), make_x(rng, num_tokens)
+    shared, prepared = params.shared, layer.prepare(params)
+    for wrong, message in (
+        ({"w2": shared.w2[:1]}, r"params.shared: expert.w2 has shape \(1, "),
+        ({"w13": shared.w13[: len(shared.w13) // 2]}, "params.shared: expert.w13 has shape"),
+        ({"w2_bias": jnp.zeros(1)}, r"params.shared: expert.w2_bias has shape \(1,\)"),
+        ({"shared_gate": jnp.zeros(1)}, r"params.shared: expert.shared_gate has shape \(1,\)"),
+    ):
+        other = dataclasses.replace(shared, **wrong)
+        with pytest.raises(ValueError, match=message):
+            layer.prepare(dataclasses.replace(params, shared=other))
+        with pytest.raises(ValueError, match=message):
+            layer(x, dataclasses.replace(prepared, shared=other))
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), shared)
+    with pytest.raises(TypeError, match="w13 has dtype bfloat16; it must be float32"):
+        layer(x, dataclasses.replace(prepared, shared=narrow))
+
+
+def test_a_router_of_another_dtype_is_refused_when_it_is_prepared(rng):
+    layer = make_layer()
+    params = make_params(rng, layer)
+    whole = dataclasses.replace(params, router=params.router.astype(jnp.int32))
+    with pytest.raises(ValueError, match=r"params.router has dtype int32; it must be"):
+        layer.prepare(whole)
+    with pytest.raises(ValueError, match=r"params.router_bias is float32\[1\]; it must be"):
+        layer.prepare(dataclasses.replace(params, router_bias=jnp.zeros(1)))
+
+
+def test_on_one_device_add_norm_checks_what_it_checks_on_a_mesh(rng):
+    layer = make_layer()
+    params, x = layer.prepare(make_params(rng, layer)), make_x(rng, 3)
+    weight = jnp.ones(HIDDEN)
+    for residual, norm, eps, message in (
+        (weight, x, 1e-6, "residual must have the shape of x"),
+        (x[:1], weight, 1e-6, "residual must have the shape of x"),
+        (x, weight[:1], 1e-6, "weight must have the shape"),
+        (x, weight, -1.0, "eps must be 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.add_norm(x, params, residual, norm, eps)
+    with pytest.raises(TypeError, match="eps must be a number that tracing knows, not None"):
+        layer.add_norm(x, params, x, weight, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"recipe": "foo"}, "foo"),
+        ({"activation": "silu"}, "activation is 'silu'; it must be an Activation"),
+        ({"renormalize": "no"}, "renormalize is 'no'; it must be True or False"),
+        ({"num_groups": 2}, "num_groups is 2; a softmax router has no groups"),
+        ({"router": "sigmoid", "num_groups": 3}, "num_groups is 3; it must divide"),
+        ({"router": lambda a, b: a, "routed_scaling_factor": 3.0}, "is a function returns weights"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan; it must be"),
+        ({"recipe": "nvfp4", "weight_format": "mxfp4"}, "weight_format is 'mxfp4'; it must be"),
+        ({"hidden": 128.0}, "hidden is 128.0; it must be an integer"),
+    ],
+)
+def test_a_field_that_is_out_of_range_is_refused_when_the_layer_is_made(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_layer(**fields)

@@ -86,21 +86,7 @@ def all_reduce_rms_norm(
       ValueError: shapes do not fit together, or as for :func:`all_reduce`.
     """
     call.check_pool("all_reduce_rms_norm", pool, ChannelPool)
-    x, residual = checks.array("x", x), checks.array("residual", residual)
-    weight = checks.array("weight", weight)
-    eps = checks.number("eps", eps)
-    if eps < 0:
-        raise ValueError(f"eps must be 0 or more, not {eps!r}")
-    _check_dtype("x", x)
-    for name, array in (("residual", residual), ("weight", weight)):
-        if array.dtype != x.dtype:
-            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, not {array.dtype}")
-    if x.ndim == 0:
-        raise ValueError("x must be [..., hidden], not a scalar")
-    if residual.shape != x.shape:
-        raise ValueError(f"residual must have the shape of x, {x.shape}, not {residual.shape}")
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}")
+    x, residual, weight, eps = check_norm(x, residual, weight, eps)
     call.check_axes("all_reduce_rms_norm", pool)
     row_fits = x.shape[-1] * x.dtype.itemsize <= MAX_ROW_BYTES
     message_bytes = primitives.row_message_bytes(jax.typeof(x))
@@ -160,6 +146,31 @@ def _all_reduce_in_order_jvp(static: _Static, primals: Any, tangents: Any) -> An
         _all_reduce_in_order(static, *primals),
         (lax.psum(tangents[0], static.axes), tangents[1]),
     )
+
+
+def check_norm(
+    x: ArrayLike, residual: ArrayLike, weight: ArrayLike, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array, float]:
+    """Checks what :func:`all_reduce_rms_norm` takes, and returns it as arrays and a number.
+
+    Raises: what :func:`all_reduce_rms_norm` raises for them.
+    """
+    x, residual = checks.array("x", x), checks.array("residual", residual)
+    weight = checks.array("weight", weight)
+    eps = checks.number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"eps must be 0 or more, not {eps!r}")
+    _check_dtype("x", x)
+    for name, array in (("residual", residual), ("weight", weight)):
+        if array.dtype != x.dtype:
+            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, not {array.dtype}")
+    if x.ndim == 0:
+        raise ValueError("x must be [..., hidden], not a scalar")
+    if residual.shape != x.shape:
+        raise ValueError(f"residual must have the shape of x, {x.shape}, not {residual.shape}")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}")
+    return x, residual, weight, eps
 
 
 def add_rms_norm(

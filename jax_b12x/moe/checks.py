@@ -145,3 +145,17 @@ def _check_rank(name: str, array: jax.Array, shape: str) -> None:
     if array.ndim != 2:
         hint = "; under vmap, map over an axis in front of these" if array.ndim == 1 else ""
         raise ValueError(f"{name} has shape {array.shape}; it must be {shape}{hint}")
+
+
+def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
+    """Checks groups of experts; raises ``ValueError`` where they do not fit."""
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups is {num_groups}; it must divide the {num_experts} experts")
+    group_size = num_experts // num_groups
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups is {topk_groups}; it must be within [1, {num_groups}]")
+    if top_k > topk_groups * group_size:
+        raise ValueError(
+            f"top_k is {top_k}; {topk_groups} groups of {group_size} experts offer no more than "
+            f"{topk_groups * group_size}"
+        )

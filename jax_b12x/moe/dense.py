@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_b12x import _native
 from jax_b12x.moe.planner import DTYPES
@@ -129,11 +130,8 @@ def check(x: jax.Array, expert: DenseExpert, activation: Activation) -> None:
             f"activation is {activation!r}; it must be an Activation, such as moe.SILU or "
             "moe.SWIGLU_OAI"
         )
-    for name, array in (("x", x), ("expert.w13", expert.w13), ("expert.w2", expert.w2)):
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
-        if len(array.shape) != 2:
-            raise ValueError(f"{name} has shape {array.shape}; it must have two axes")
+    for name, array in (("x", x), ("expert.w2", expert.w2)):
+        _check_matrix(name, array)
     if x.dtype.name not in DTYPES:
         raise TypeError(f"x has dtype {x.dtype.name}; it must be {' or '.join(DTYPES)}")
     if x.dtype == jnp.float32 and jax.default_backend() != "cpu":
@@ -145,21 +143,53 @@ def check(x: jax.Array, expert: DenseExpert, activation: Activation) -> None:
     for name, value in (("hidden", hidden), ("intermediate", intermediate)):
         if value < _BLOCK or value % _BLOCK:
             raise ValueError(f"{name} is {value}; it must be a positive multiple of {_BLOCK}")
+    check_expert(expert, hidden, intermediate, x.dtype)
+
+
+def check_expert(
+    expert: DenseExpert, hidden: int, intermediate: int, dtype: DTypeLike | None = None
+) -> None:
+    """Checks that an expert's arrays are of these sizes.
+
+    Args:
+      expert: the expert.
+      hidden: columns of ``x``.
+      intermediate: between the two products.
+      dtype: of ``x``, which weights share; that of ``w2`` if not given.
+
+    Raises:
+      TypeError: an array has another dtype, or is none.
+      ValueError: one has another shape.
+    """
+    for name, array in (("expert.w13", expert.w13), ("expert.w2", expert.w2)):
+        _check_matrix(name, array)
+    weights, whose = jnp.dtype(dtype or expert.w2.dtype), "the dtype of x"
+    if dtype is None:
+        whose = f"one of {', '.join(DTYPES)}, the same for all weights"
+        if weights.name not in DTYPES:
+            raise TypeError(f"expert.w2 has dtype {weights.name}; it must be {whose}")
     f32 = jnp.dtype(jnp.float32)
     arrays: tuple[tuple[str, jax.Array | None, Any, tuple[int, ...]], ...] = (
-        ("w13", expert.w13, x.dtype, (2 * intermediate, hidden)),
-        ("w2", expert.w2, x.dtype, (hidden, intermediate)),
+        ("w13", expert.w13, weights, (2 * intermediate, hidden)),
+        ("w2", expert.w2, weights, (hidden, intermediate)),
         ("w13_bias", expert.w13_bias, f32, (2 * intermediate,)),
         ("w2_bias", expert.w2_bias, f32, (hidden,)),
-        ("shared_gate", expert.shared_gate, x.dtype, (hidden,)),
+        ("shared_gate", expert.shared_gate, weights, (hidden,)),
     )
-    for name, given, dtype, shape in arrays:
+    for name, given, wanted, shape in arrays:
         if given is None:
             continue
-        if given.dtype != dtype:
-            whose = "" if name.endswith("_bias") else ", the dtype of x"
+        if given.dtype != wanted:
+            why = "" if name.endswith("_bias") else f", {whose}"
             raise TypeError(
-                f"expert.{name} has dtype {given.dtype.name}; it must be {dtype.name}{whose}"
+                f"expert.{name} has dtype {given.dtype.name}; it must be {wanted.name}{why}"
             )
         if given.shape != shape:
             raise ValueError(f"expert.{name} has shape {given.shape}; it must be {shape}")
+
+
+def _check_matrix(name: str, array: Any) -> None:
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
+    if len(array.shape) != 2:
+        raise ValueError(f"{name} has shape {array.shape}; it must have two axes")

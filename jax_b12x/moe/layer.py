@@ -14,8 +14,10 @@ from jax.typing import DTypeLike
 
 from jax_b12x import capability, comm
 from jax_b12x.capability import DeviceCapability
-from jax_b12x.comm import call
+from jax_b12x.comm import call, checks
+from jax_b12x.comm.all_reduce import check_norm
 from jax_b12x.moe import (
+    dense,
     layer_checks,
     layer_explain,
     layer_plan,
@@ -72,7 +74,8 @@ class MoELayer:
       router: ``"softmax"`` or ``"sigmoid"``, as in :func:`~jax_b12x.moe.routing.route`; or a
         function of ``logits: f32[num_tokens, num_experts]`` and the token mask or ``None``, which
         returns ``topk_ids``, different ones in a row, and ``topk_weights``.
-      renormalize: whether a token's weights are divided by their sum.
+      renormalize: whether a token's weights are divided by their sum. A router that is a function
+        returns weights that are finished: this and the three below stay at their defaults.
       num_groups: groups of experts; of the sigmoid router.
       topk_groups: groups that a token may use; of the sigmoid router.
       routed_scaling_factor: what a token's weights are multiplied with in the end.
@@ -307,7 +310,7 @@ class MoELayer:
           params: as for :meth:`__call__`.
           residual: like ``x``, the same on every device.
           norm_weight: ``[hidden]``, of ``x.dtype``.
-          eps: added to the mean of squares.
+          eps: added to the mean of squares: 0 or more, known when the program is traced.
           pool: as for :meth:`__call__`.
           token_mask: as for :meth:`__call__`.
 
@@ -332,7 +335,7 @@ class MoELayer:
         layer_checks.check_call(self, x, params, pool)
         if self.mesh is None or set(self.axes) <= set(_manual_axes()):
             return self._run(x, params, pool, token_mask, norm)
-        eps = 0.0 if norm is None else norm[2]
+        eps = 0.0 if norm is None else checks.number("eps", norm[2])
         arrays = (x, params, token_mask, None if norm is None else norm[:2])
         replicated = PartitionSpec()
         specs = (replicated, self.param_specs(params), replicated, replicated)
@@ -356,6 +359,7 @@ class MoELayer:
         if norm is not None:
             residual, weight, eps = norm
             if pool is None:
+                residual, weight, eps = check_norm(x, residual, weight, eps)[1:]
                 return comm.add_rms_norm(partial, residual, weight, eps)
             return comm.all_reduce_rms_norm(partial, residual, weight, eps, pool)
         return partial if pool is None else comm.all_reduce(partial, pool)
@@ -388,6 +392,9 @@ class MoELayer:
             routed = fused_moe(x, params.experts, ids, weights, plan=made.routed)
             if params.shared is None:
                 return routed
+            if isinstance(params.shared, DenseExpert):
+                local = self.local
+                dense.check_expert(params.shared, local.hidden, local.shared_intermediate, x.dtype)
             shared = self._shared_of_many(x, params.shared, made.routed)
             return (routed.astype(jnp.float32) + shared).astype(x.dtype)
         block = functools.partial(

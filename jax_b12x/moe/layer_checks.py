@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import numbers
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_b12x import comm
-from jax_b12x.moe import sharding
+from jax_b12x.moe import checks, dense, planner, sharding
 from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.geometry import BLOCK
 from jax_b12x.moe.layer_params import LayerParams
+from jax_b12x.moe.recipe import Activation, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
 
 if TYPE_CHECKING:
@@ -24,8 +28,16 @@ def check_fields(layer: MoELayer) -> None:
       ValueError: one is not.
     """
     for name in ("hidden", "intermediate", "num_experts", "top_k"):
-        if getattr(layer, name) < 1:
-            raise ValueError(f"{name} is {getattr(layer, name)}; it must be 1 or more")
+        size = getattr(layer, name)
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+            raise ValueError(f"{name} is {size!r}; it must be an integer")
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be 1 or more")
+    formats = get_recipe(layer.recipe).weight_formats
+    if not isinstance(layer.activation, Activation):
+        raise ValueError(
+            f"activation is {layer.activation!r}; it must be an Activation, such as moe.SILU"
+        )
     if layer.top_k > layer.num_experts:
         raise ValueError(
             f"top_k is {layer.top_k}; it must be at most num_experts ({layer.num_experts})"
@@ -37,7 +49,8 @@ def check_fields(layer: MoELayer) -> None:
     for name, allowed in (
         ("shared_format", ("dense", "nvfp4")),
         ("overlap", ("auto", "off")),
-        ("weight_format", tuple(BLOCK)),
+        ("weight_format", formats),
+        ("renormalize", (True, False)),
     ):
         if getattr(layer, name) not in allowed:
             raise ValueError(
@@ -48,6 +61,7 @@ def check_fields(layer: MoELayer) -> None:
             f"router is {layer.router!r}; it must be 'softmax', 'sigmoid' or a function of "
             "logits and token mask"
         )
+    _check_routing(layer)
     if layer.mesh is None and layer.axes:
         raise ValueError(f"mesh is None, but the layer is split over the axes {layer.axes}")
     if layer.mesh is not None:
@@ -79,6 +93,28 @@ def check_fields(layer: MoELayer) -> None:
             sharding.SHARED_BLOCK,
             "the block of nvfp4 and of dense kernels",
         )
+
+
+def _check_routing(layer: MoELayer) -> None:
+    """Checks what becomes of the router's scores."""
+    scale: Any = layer.routed_scaling_factor
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"routed_scaling_factor is {scale!r}; it must be a finite number")
+    for name in ("num_groups", "topk_groups"):
+        value = getattr(layer, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be an integer, 1 or more")
+    if layer.router == "sigmoid":
+        checks.check_groups(layer.num_experts, layer.top_k, layer.num_groups, layer.topk_groups)
+        return
+    left_alone: dict[str, Any] = {"num_groups": 1, "topk_groups": 1}
+    who = "a softmax router has no groups"
+    if callable(layer.router):
+        left_alone |= {"renormalize": True, "routed_scaling_factor": 1.0}
+        who = "a router that is a function returns weights that are finished"
+    for name, default in left_alone.items():
+        if getattr(layer, name) != default:
+            raise ValueError(f"{name} is {getattr(layer, name)!r}; {who}: leave it at {default!r}")
 
 
 def check_call(
@@ -153,6 +189,17 @@ def _check_params(
     ):
         if actual != expected:
             raise ValueError(f"{name} is {actual!r}; the layer needs {expected!r}")
+    if params.router.dtype.name not in planner.DTYPES:
+        raise ValueError(
+            f"params.router has dtype {params.router.dtype.name}; it must be "
+            f"{' or '.join(planner.DTYPES)}"
+        )
+    bias = params.router_bias
+    if bias is not None and (bias.dtype != jnp.float32 or bias.shape != (layer.num_experts,)):
+        raise ValueError(
+            f"params.router_bias is {bias.dtype.name}{list(bias.shape)}; it must be "
+            f"float32[{layer.num_experts}]"
+        )
     if params.shared is None or not layer.shared_intermediate:
         if (params.shared is None) != (not layer.shared_intermediate):
             raise ValueError(
@@ -160,13 +207,27 @@ def _check_params(
                 f"shared_intermediate is {layer.shared_intermediate}"
             )
         return
+    _check_shared(layer, params, shared)
+
+
+def _check_shared(layer: MoELayer, params: LayerParams, intermediate: int) -> None:
     kind = DenseExpert if layer.shared_format == "dense" else ExpertWeights
     if not isinstance(params.shared, kind):
         raise ValueError(
             f"params.shared is a {type(params.shared).__name__}; shared_format is "
             f"{layer.shared_format!r}, which needs a {kind.__name__}"
         )
-    if params.shared.intermediate != shared:
-        raise ValueError(
-            f"params.shared has intermediate {params.shared.intermediate}; the layer needs {shared}"
-        )
+    if isinstance(params.shared, DenseExpert):
+        try:
+            dense.check_expert(params.shared, layer.hidden, intermediate)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"params.shared: {error}") from None
+        return
+    assert params.shared is not None
+    for name, actual, expected in (
+        ("num_experts", params.shared.num_experts, 1),
+        ("hidden", params.shared.hidden, layer.hidden),
+        ("intermediate", params.shared.intermediate, intermediate),
+    ):
+        if actual != expected:
+            raise ValueError(f"params.shared has {name} {actual}; the layer needs {expected}")

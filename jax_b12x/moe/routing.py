@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jax_b12x import _native
+from jax_b12x.moe import checks, planner
 from jax_b12x.moe.token_call import absent_as_scalar, token_call
 
 TARGET = "b12x_router"
@@ -31,7 +32,6 @@ MAX_GROUPS = 32
 
 Scoring = Literal["softmax", "sigmoid"]
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _BLOCK = 16
 # Tokens for which the CPU's scratch is made, at most.
 _MAX_TOKENS = 64
@@ -113,7 +113,7 @@ def sigmoid_topk(
     """
     logits, valid, nan = _check(logits, top_k, num_valid_tokens, token_mask)
     num_tokens, num_experts = logits.shape
-    _check_groups(num_experts, top_k, num_groups, topk_groups)
+    checks.check_groups(num_experts, top_k, num_groups, topk_groups)
     group_size = num_experts // num_groups
     scores = jax.nn.sigmoid(logits)
     biased = scores
@@ -301,8 +301,10 @@ def _check_route(
     ):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
-        if array.dtype.name not in _DTYPES:
-            raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {_list(_DTYPES)}")
+        if array.dtype.name not in planner.DTYPES:
+            raise TypeError(
+                f"{name} has dtype {array.dtype.name}; it must be {_list(planner.DTYPES)}"
+            )
         if len(array.shape) != 2:
             raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
     hidden, num_experts = x.shape[1], weight.shape[0]
@@ -337,24 +339,11 @@ def _check_route(
         )
     if options.num_groups > MAX_GROUPS:
         raise ValueError(f"num_groups is {options.num_groups}; it must be at most {MAX_GROUPS}")
-    _check_groups(num_experts, options.top_k, options.num_groups, options.topk_groups)
+    checks.check_groups(num_experts, options.top_k, options.num_groups, options.topk_groups)
 
 
 def _list(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"num_groups is {num_groups}; it must divide the {num_experts} experts")
-    group_size = num_experts // num_groups
-    if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"topk_groups is {topk_groups}; it must be within [1, {num_groups}]")
-    if top_k > topk_groups * group_size:
-        raise ValueError(
-            f"top_k is {top_k}; {topk_groups} groups of {group_size} experts offer no more than "
-            f"{topk_groups * group_size}"
-        )
 
 
 def _check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
