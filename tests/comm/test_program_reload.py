@@ -91,7 +91,9 @@ def exported(kind, pool, parts):
         jax.shard_map(body, mesh=pool.topology.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
     disabled = [jax.export.DisabledSafetyCheck.custom_call(target) for target in comm.TARGETS]
-    return jax.export.export(step, disabled_checks=disabled)(
+    on_gpus = pool.topology.mesh.devices.flat[0].platform == "gpu"
+    platforms = ["cuda" if on_gpus else "cpu"]
+    return jax.export.export(step, platforms=platforms, disabled_checks=disabled)(
         jax.ShapeDtypeStruct(parts.shape, parts.dtype, sharding=parts.sharding)
     ).serialize()
 
@@ -126,18 +128,18 @@ def test_an_exported_program_runs_on_a_pool_of_the_same_name(kind):
         assert_same_bits(out, kind.expected(parts, 2))
 
 
-def grid(devices, *names):
-    return Mesh(np.array(jax.devices())[np.array(devices)], names)
+def grid(devices, *names, platform="cpu"):
+    return Mesh(np.array(jax.devices(platform))[np.array(devices)], names)
 
 
 OTHER_POOLS = {
-    "another axis": (grid([[0, 1], [2, 3]], "dp", "tp"), "dp", r"2 ranks .*\[0 2 \| 1 3 #"),
-    "both axes": (grid([[0, 1], [2, 3]], "dp", "tp"), ("dp", "tp"), r"4 ranks .*\[0 1 2 3 #"),
-    "more ranks": (grid([0, 1, 2, 3], "tp"), "tp", r"4 ranks .*\[0 1 2 3 #"),
-    "ranks swapped": (grid([[1, 0], [2, 3]], "dp", "tp"), "tp", r"2 ranks .*\[1 0 \| 2 3 #"),
-    "groups swapped": (grid([[2, 3], [0, 1]], "dp", "tp"), "tp", r"2 ranks .*\[2 3 \| 0 1 #"),
+    "another axis": (([[0, 1], [2, 3]], "dp", "tp"), "dp", r"2 ranks .*\[0 2 \| 1 3 #"),
+    "both axes": (([[0, 1], [2, 3]], "dp", "tp"), ("dp", "tp"), r"4 ranks .*\[0 1 2 3 #"),
+    "more ranks": (([0, 1, 2, 3], "tp"), "tp", r"4 ranks .*\[0 1 2 3 #"),
+    "ranks swapped": (([[1, 0], [2, 3]], "dp", "tp"), "tp", r"2 ranks .*\[1 0 \| 2 3 #"),
+    "groups swapped": (([[2, 3], [0, 1]], "dp", "tp"), "tp", r"2 ranks .*\[2 3 \| 0 1 #"),
     # The same groups, but the program's parts are elsewhere.
-    "mesh transposed": (grid([[0, 2], [1, 3]], "tp", "dp"), "tp", r"2 ranks .*\[0 1 \| 2 3 #"),
+    "mesh transposed": (([[0, 2], [1, 3]], "tp", "dp"), "tp", r"2 ranks .*\[0 1 \| 2 3 #"),
 }
 
 
@@ -149,7 +151,8 @@ def test_a_pool_of_the_same_name_with_another_layout_refuses_the_program(kind, i
     parts = random_parts(0, mesh, (64,), jnp.float32)
     with kind.pool(mesh, "tp", name="moved", isolation=isolation) as pool:
         program = exported(kind, pool, parts)
-    other_mesh, axis, has = OTHER_POOLS[other]
+    places, axis, has = OTHER_POOLS[other]
+    other_mesh = grid(*places)
     said = (
         r"was traced for a pool 'moved' with 2 ranks a group in the layout \[0 1 \| 2 3 #\w+\], "
         rf"but the pool of that name that is open has {has}\w+\]: open the pool over the same axis"
@@ -159,6 +162,24 @@ def test_a_pool_of_the_same_name_with_another_layout_refuses_the_program(kind, i
             jax.block_until_ready(jax.jit(jax.export.deserialize(program).call)(parts))
         assert not pool.records()
     with kind.pool(mesh, "tp", name="moved", isolation=isolation):
+        out = jax.jit(jax.export.deserialize(program).call)(parts)
+        assert_same_bits(out, kind.expected(parts, 2))
+
+
+@every_kind
+@pytest.mark.multigpu
+def test_on_gpus_a_pool_of_the_same_name_with_its_ranks_swapped_refuses_the_program(kind):
+    mesh = mesh_of(2, "gpu")
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    with kind.pool(mesh, "tp", name="moved") as pool:
+        program = exported(kind, pool, parts)
+    swapped = grid([1, 0], "tp", platform="gpu")
+    said = r"2 ranks a group in the layout \[0 1 #\w+\], .* has 2 ranks a group .*\[1 0 #\w+\]"
+    with kind.pool(swapped, "tp", name="moved") as pool:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+            jax.block_until_ready(jax.jit(jax.export.deserialize(program).call)(parts))
+        assert not pool.records()
+    with kind.pool(mesh, "tp", name="moved"):
         out = jax.jit(jax.export.deserialize(program).call)(parts)
         assert_same_bits(out, kind.expected(parts, 2))
 

@@ -227,10 +227,11 @@ def replay_and_count(step, x, expected, replays=REPLAYS):
 
 def test_resident_grids_beside_products_of_another_stream_give_the_same_bits():
     inputs = [layer_of().tokens(n) for n in range(1, 8)]
+    layers = [layer_of(recipe=recipe) for recipe in ("nvfp4", "w4a16")]
 
     def step(inputs):
         results = []
-        for layer in (layer_of(recipe="nvfp4"), layer_of(recipe="w4a16")):
+        for layer in layers:
             for x in inputs:
                 ids, weights, _ = routing.route(x, layer.router.weight, top_k=TOP_K)
                 plan = layer.routed_plan(x.shape[0], "fused")
