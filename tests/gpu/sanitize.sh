@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs small cases of every launch path under compute-sanitizer: memcheck, then racecheck. Each group
-# of cases has a process of its own; all run at once.
+# Runs small cases of every launch path under compute-sanitizer, tool by tool. Each group of cases has
+# a process of its own; all run at once.
 # Usage: tests/gpu/sanitize.sh [python]
 set -u
 cd "$(dirname "$0")"
@@ -9,11 +9,14 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform
 failed=0
-for tool in memcheck racecheck; do
+for tool in memcheck synccheck racecheck; do
   declare -A jobs=()
+  # One lane arrives at a barrier for its warp, after __syncwarp: racecheck has to be told to follow.
+  options=()
+  if [ $tool = racecheck ]; then options=(--racecheck-indirect-barrier-dependency yes); fi
   # Looking up functions that a driver does not have is no error of a kernel.
   for group in $("$python" sanitize_cases.py); do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --report-api-errors no \
+    compute-sanitizer --tool "$tool" "${options[@]}" --error-exitcode 9 --report-api-errors no \
       --kernel-name kernel_substring=sm90 "$python" sanitize_cases.py "$group" \
       >"$logs/$group" 2>&1 &
     jobs[$group]=$!
