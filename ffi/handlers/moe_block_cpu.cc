@@ -124,25 +124,12 @@ Error MoeBlockCpu(WorkspaceCall* workspace, int32_t device, xffi::ThreadPool poo
   return error;
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateWorkspaceCall,
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kMoeBlockCpu, MoeBlockCpu,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::State<WorkspaceCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .Ctx<xffi::ThreadPool>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kMoeBlockCpu, MoeBlockCpu, BindHostExecute());
 
 }  // namespace
 
 void RegisterMoeBlockCpu(Registry& registry) {
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.execute = kMoeBlockCpu;
-  registry.AddTarget("b12x_moe_block", stages);
+  registry.AddTarget("b12x_moe_block", WorkspaceStages(kMoeBlockCpu));
 }
 
 }  // namespace b12x::ffi

@@ -147,34 +147,13 @@ Error MoeBlockCuda(WorkspaceCall* state, int32_t device, cudaStream_t stream,
   }
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateWorkspaceCall,
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kInitialize, InitializeWorkspaceCall,
-                       xffi::Ffi::BindInitialize()
-                           .Ctx<xffi::State<WorkspaceCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kMoeBlockCuda, MoeBlockCuda,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::State<WorkspaceCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
+XLA_FFI_DEFINE_HANDLER(kMoeBlockCuda, MoeBlockCuda, BindCudaExecute(),
                        {xffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 void RegisterMoeBlockCuda(Registry& registry) {
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.initialize = kInitialize;
-  stages.execute = kMoeBlockCuda;
-  registry.AddTarget("b12x_moe_block", stages);
+  registry.AddTarget("b12x_moe_block", CudaWorkspaceStages(kMoeBlockCuda));
 }
 
 }  // namespace b12x::ffi

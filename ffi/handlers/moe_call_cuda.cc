@@ -166,6 +166,12 @@ xffi::Error ReadBuffers(const MoeAttributes& attributes, const MoeBuffers& buffe
   return ReadGeometry(attributes.geometry, &p.geometry);
 }
 
+// Runs before every execution, of captured programs as well.
+xffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, cudaStream_t stream,
+                                    xffi::Dictionary) {
+  return PrepareWorkspace(state, device, stream);
+}
+
 }  // namespace
 
 xffi::Error ReadMoeCall(const xffi::Dictionary& dictionary, const MoeBuffers& buffers,
@@ -180,9 +186,17 @@ runtime::CudaWorkspace* WorkspaceOn(const WorkspaceCall& state, int32_t device) 
   return &static_cast<runtime::CudaWorkspace&>(state.lease->On(device));
 }
 
-xffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, cudaStream_t stream,
-                                    xffi::Dictionary) {
-  return PrepareWorkspace(state, device, stream);
+XLA_FFI_DEFINE_HANDLER(kInitializeWorkspace, InitializeWorkspaceCall,
+                       xffi::Ffi::BindInitialize()
+                           .Ctx<xffi::State<WorkspaceCall>>()
+                           .Ctx<xffi::DeviceOrdinal>()
+                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
+                           .Attrs());
+
+Stages CudaWorkspaceStages(XLA_FFI_Handler* execute) {
+  Stages stages = WorkspaceStages(execute);
+  stages.initialize = kInitializeWorkspace;
+  return stages;
 }
 
 void UseBarrier(const runtime::CudaWorkspace* workspace, int64_t offset, MoeCall* call) {

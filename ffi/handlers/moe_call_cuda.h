@@ -32,9 +32,19 @@ xla::ffi::Error ReadMoeCall(const xla::ffi::Dictionary& attributes, const MoeBuf
 // *initialize* has not made it.
 runtime::CudaWorkspace* WorkspaceOn(const WorkspaceCall& state, int32_t device);
 
-// The *initialize* stage: it runs before every execution, of captured programs as well.
-xla::ffi::Error InitializeWorkspaceCall(WorkspaceCall* state, int32_t device, cudaStream_t stream,
-                                        xla::ffi::Dictionary attributes);
+// The stages of a target with a workspace on the `CUDA` platform.
+Stages CudaWorkspaceStages(XLA_FFI_Handler* execute);
+
+// What an *execute* of the `CUDA` platform is a function of, with a workspace.
+inline auto BindCudaExecute() {
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::State<WorkspaceCall>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
 
 // Gives a fused launch the word of its grid barrier, at an offset of the workspace.
 void UseBarrier(const runtime::CudaWorkspace* workspace, int64_t offset, MoeCall* call);

@@ -25,26 +25,13 @@ xffi::Error MoeCpu(WorkspaceCall* workspace, int32_t device, xffi::ThreadPool po
   return xffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateWorkspaceCall,
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kMoeCpu, MoeCpu,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::State<WorkspaceCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .Ctx<xffi::ThreadPool>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kMoeCpu, MoeCpu, BindHostExecute());
 
 }  // namespace
 
 void RegisterMoeCpu(Registry& registry) {
   registry.AddType<WorkspaceCall>("b12x_workspace_call");
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.execute = kMoeCpu;
-  registry.AddTarget("b12x_moe", stages);
+  registry.AddTarget("b12x_moe", WorkspaceStages(kMoeCpu));
 }
 
 }  // namespace b12x::ffi

@@ -29,35 +29,13 @@ xffi::Error MoeCuda(WorkspaceCall* workspace, int32_t device, cudaStream_t strea
   return LaunchMoe(call, stream);
 }
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateWorkspaceCall,
-                       xffi::Ffi::BindInstantiate().Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kInitialize, InitializeWorkspaceCall,
-                       xffi::Ffi::BindInitialize()
-                           .Ctx<xffi::State<WorkspaceCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .Attrs());
-
-XLA_FFI_DEFINE_HANDLER(kMoeCuda, MoeCuda,
-                       xffi::Ffi::Bind()
-                           .Ctx<xffi::State<WorkspaceCall>>()
-                           .Ctx<xffi::DeviceOrdinal>()
-                           .Ctx<xffi::PlatformStream<cudaStream_t>>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {xffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMoeCuda, MoeCuda, BindCudaExecute(), {xffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 
 void RegisterMoeCuda(Registry& registry) {
   registry.AddType<WorkspaceCall>("b12x_workspace_call");
-  Stages stages;
-  stages.instantiate = kInstantiate;
-  stages.initialize = kInitialize;
-  stages.execute = kMoeCuda;
-  registry.AddTarget("b12x_moe", stages);
+  registry.AddTarget("b12x_moe", CudaWorkspaceStages(kMoeCuda));
 }
 
 }  // namespace b12x::ffi

@@ -1,6 +1,7 @@
 #include "ffi/handlers/workspace_call.h"
 
 #include <exception>
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -9,6 +10,8 @@ namespace b12x::ffi {
 namespace xffi = xla::ffi;
 
 xffi::TypeId WorkspaceCall::id = {};
+
+namespace {
 
 xffi::ErrorOr<std::unique_ptr<WorkspaceCall>> InstantiateWorkspaceCall(xffi::Dictionary attrs) {
   const auto pool = attrs.get<std::string_view>("workspace_pool");
@@ -42,6 +45,11 @@ xffi::ErrorOr<std::unique_ptr<WorkspaceCall>> InstantiateWorkspaceCall(xffi::Dic
   }
 }
 
+XLA_FFI_DEFINE_HANDLER(kInstantiateWorkspace, InstantiateWorkspaceCall,
+                       xffi::Ffi::BindInstantiate().Attrs());
+
+}  // namespace
+
 xffi::Error PrepareWorkspace(WorkspaceCall* call, int32_t device, void* stream) {
   if (!call->lease.has_value()) return xffi::Error::Success();
   try {
@@ -50,6 +58,13 @@ xffi::Error PrepareWorkspace(WorkspaceCall* call, int32_t device, void* stream) 
   } catch (const std::exception& error) {
     return xffi::Error(xffi::ErrorCode::kFailedPrecondition, error.what());
   }
+}
+
+Stages WorkspaceStages(XLA_FFI_Handler* execute) {
+  Stages stages;
+  stages.instantiate = kInstantiateWorkspace;
+  stages.execute = execute;
+  return stages;
 }
 
 }  // namespace b12x::ffi
