@@ -264,6 +264,37 @@ def test_a_nan_shows_in_its_own_token_and_a_padding_token_gets_the_padding_route
 
 
 @both_backends
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("num_tokens", "num_joined"), [(1, 1), (12, 2), (3, 8)])
+def test_every_token_goes_to_the_joined_experts_with_weight_1(
+    num_tokens, num_joined, scoring, backend
+):
+    rng = np.random.default_rng(num_joined)
+    x, weight, bias = draw(rng, num_tokens, 96, 40)
+    x = x.at[0, 3].set(jnp.nan)
+    mask = jnp.arange(num_tokens) != 2
+    options = {"top_k": 8, "scoring": scoring, "scale": 2.5}
+    plain, _ = run(x, weight, bias, token_mask=mask, **options)
+    first, again = run(x, weight, bias, token_mask=mask, num_joined=num_joined, **options)
+    assert_same_bits(first, again)
+    ids, weights, logits = first
+    assert_same_bits((ids[:, :8].copy(), weights[:, :8].copy(), logits), plain)
+    assert ids[:, 8:].tolist() == [list(range(40, 40 + num_joined))] * num_tokens
+    assert weights[:, 8:].tolist() == [[1.0] * num_joined] * num_tokens
+    expected, ones, _ = on_cpu(
+        lambda x, w, b, m: routing.route_reference(
+            x, w, b, token_mask=m, num_joined=num_joined, **options
+        ),
+        x,
+        weight,
+        bias,
+        mask,
+    )
+    assert np.array_equal(ids[:, 8:], expected[:, 8:])
+    assert np.array_equal(weights[:, 8:], ones[:, 8:])
+
+
+@both_backends
 def test_infinite_logits_and_biases_are_the_largest_and_smallest_scores(backend):
     weight = (
         jnp.zeros((6, 16), jnp.float32)
@@ -300,6 +331,8 @@ def test_no_tokens_give_empty_results():
     ids, weights, logits = routing.route(x, weight, top_k=2)
     assert (ids.shape, weights.shape, logits.shape) == ((0, 2), (0, 2), (0, 8))
     assert (ids.dtype, weights.dtype, logits.dtype) == (jnp.int32, jnp.float32, jnp.float32)
+    ids, weights, _ = routing.route(x, weight, top_k=2, num_joined=3)
+    assert (ids.shape, weights.shape) == ((0, 5), (0, 5))
 
 
 def test_vmap_over_tokens_is_one_call_with_more_tokens():
@@ -353,6 +386,13 @@ def test_differentiating_says_what_to_differentiate():
         ({"weight": [1.0]}, TypeError, "weight is a list"),
         ({"top_k": 9}, ValueError, r"top_k is 9; it must be within \[1, 8\]"),
         ({"top_k": 0}, ValueError, "top_k is 0"),
+        ({"num_joined": -1}, ValueError, r"num_joined is -1; it must be within \[0, 14\]"),
+        ({"num_joined": 15}, ValueError, r"num_joined is 15; it must be within \[0, 14\], for top"),
+        (
+            {"weight": jnp.zeros((1023, 32)), "num_joined": 2},
+            ValueError,
+            r"num_joined is 2; it must be within \[0, 1\], for num_experts 1023 of at most 1024",
+        ),
         ({"bias": jnp.zeros(7)}, ValueError, r"bias has shape \(7,\)"),
         ({"bias": jnp.zeros(8, jnp.bfloat16)}, TypeError, "bias has dtype bfloat16"),
         ({"scoring": "tanh"}, ValueError, "scoring is 'tanh'"),

@@ -17,6 +17,10 @@ const char* refusal(const RouterParams& p) {
   if (p.top_k < 1 || p.top_k > kRouterMaxTopK || p.top_k > p.num_experts) {
     return "top_k must be between 1 and 16, and at most num_experts";
   }
+  if (p.num_joined < 0 || p.top_k + p.num_joined > kRouterMaxTopK ||
+      p.num_experts + p.num_joined > kRouterMaxExperts) {
+    return "num_joined must not be negative, and with it top_k at most 16 and num_experts 1024";
+  }
   if (p.num_groups < 1 || p.num_groups > kRouterMaxGroups || p.num_experts % p.num_groups != 0) {
     return "num_groups must be between 1 and 32 and divide num_experts";
   }

@@ -19,13 +19,14 @@ struct RouterParams {
   const float* bias = nullptr;          // [num_experts]; softmax: part of the logits; sigmoid: for
                                         // choosing only. Or null
   const uint8_t* token_mask = nullptr;  // [num_tokens], 0: padding. Or null
-  int32_t* topk_ids = nullptr;          // [num_tokens, top_k]
-  float* topk_weights = nullptr;        // [num_tokens, top_k]
+  int32_t* topk_ids = nullptr;          // [num_tokens, top_k + num_joined]
+  float* topk_weights = nullptr;        // [num_tokens, top_k + num_joined]
   float* logits = nullptr;              // [num_tokens, num_experts]
   int32_t num_tokens = 0;
   int32_t hidden = 0;  // a multiple of 16
   int32_t num_experts = 0;
   int32_t top_k = 0;
+  int32_t num_joined = 0;  // experts from num_experts on, to which every token goes with weight 1
   RouterDtype x_dtype = RouterDtype::kBf16;
   RouterDtype weight_dtype = RouterDtype::kBf16;
   Scoring scoring = Scoring::kSoftmax;

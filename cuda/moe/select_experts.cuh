@@ -152,6 +152,7 @@ __device__ __forceinline__ void select_experts(const RouterParams& p, int token,
   if (warp > 0) return;
 
   const bool active = lane < p.top_k;
+  const int routes = p.top_k + p.num_joined;
   const float chosen = active ? memory.logits[lane] : 0.0f;
   float weight = 0.0f;
   if (p.scoring == Scoring::kSoftmax) {
@@ -165,8 +166,11 @@ __device__ __forceinline__ void select_experts(const RouterParams& p, int token,
   if (active) {
     const bool padding = p.token_mask != nullptr && p.token_mask[token] == 0;
     weight = nan ? __uint_as_float(0x7FC00000u) : __fmul_rn(weight, p.scale);
-    p.topk_ids[int64_t{token} * p.top_k + lane] = padding ? -1 : memory.ids[lane];
-    p.topk_weights[int64_t{token} * p.top_k + lane] = padding ? 0.0f : weight;
+    p.topk_ids[int64_t{token} * routes + lane] = padding ? -1 : memory.ids[lane];
+    p.topk_weights[int64_t{token} * routes + lane] = padding ? 0.0f : weight;
+  } else if (lane < routes) {  // padding as well goes to them
+    p.topk_ids[int64_t{token} * routes + lane] = p.num_experts + lane - p.top_k;
+    p.topk_weights[int64_t{token} * routes + lane] = 1.0f;
   }
 }
 

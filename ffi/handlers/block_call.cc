@@ -48,6 +48,7 @@ Error ReadRouterAttributes(const xffi::Dictionary& from, RouterAttributes* to) {
   if (error.success()) error = Read(from, "scale", &to->scale);
   if (error.success()) error = Read(from, "num_groups", &to->num_groups);
   if (error.success()) error = Read(from, "topk_groups", &to->topk_groups);
+  if (error.success()) error = Read(from, "num_joined", &to->num_joined);
   return error;
 }
 
@@ -67,6 +68,10 @@ Error ReadBlockCall(xffi::RemainingArgs args, xffi::RemainingRets rets, xffi::Di
   if (!packed && !dense && shared != "none") {
     return Error::InvalidArgument("b12x_moe_block: shared_kind is " + std::string(shared) +
                                   "; it must be none, packed or dense");
+  }
+  if (call->program.order == BlockOrder::kJoined && shared != "none") {
+    return Error::InvalidArgument("b12x_moe_block: order is joined, but shared_kind is " +
+                                  std::string(shared) + "; it must be none");
   }
   call->program.router = router;
   call->program.shared = packed || dense;

@@ -29,9 +29,11 @@ Error ReadBlockOrder(std::string_view name, BlockOrder* order) {
     *order = BlockOrder::kPreResident;
   } else if (name == "serial") {
     *order = BlockOrder::kSerial;
+  } else if (name == "joined") {
+    *order = BlockOrder::kJoined;
   } else {
     return Error::InvalidArgument("b12x_moe_block: order is " + std::string(name) +
-                                  "; it must be concurrent, pre_resident or serial");
+                                  "; it must be joined, concurrent, pre_resident or serial");
   }
   return Error::Success();
 }

@@ -15,6 +15,7 @@ enum class BlockOrder {
   kConcurrent,   // submitted before the router and the routed launches, joined after them
   kPreResident,  // submitted before the router, joined before the routed launch is submitted
   kSerial,       // after the routed launches, on the same stream
+  kJoined,       // none of its own: the shared expert is one of the routed ones
 };
 
 enum class BlockStream { kMain, kAux };

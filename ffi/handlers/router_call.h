@@ -28,6 +28,7 @@ struct RouterAttributes {
   float scale;
   int64_t num_groups;
   int64_t topk_groups;
+  int64_t num_joined;
 };
 
 // Binds the arguments of a handler, after those of the platform, which `binding` has.
@@ -47,7 +48,8 @@ auto BindRouter(Binding binding) {
       .template Attr<bool>("renormalize")
       .template Attr<float>("scale")
       .template Attr<int64_t>("num_groups")
-      .template Attr<int64_t>("topk_groups");
+      .template Attr<int64_t>("topk_groups")
+      .template Attr<int64_t>("num_joined");
 }
 
 template <typename Dtype>
@@ -84,7 +86,7 @@ xla::ffi::Error ReadRouterCall(RouterBuffers& buffers, const RouterAttributes& a
     return refuse("x, weight and topk_ids must have two axes");
   }
   const int64_t tokens = x_shape[0], hidden = x_shape[1], experts = weight_shape[0];
-  const int64_t top_k = ids_shape[1];
+  const int64_t joined = attributes.num_joined, top_k = ids_shape[1] - joined;
   constexpr int64_t kMaxExperts = 1024, kMaxTopK = 16, kMaxGroups = 32, kMaxSize = 1 << 20;
   if (hidden < 16 || hidden % 16 != 0 || hidden > kMaxSize || tokens > kMaxSize) {
     return refuse("hidden must be a multiple of 16, and num_tokens and hidden at most 2^20");
@@ -92,6 +94,9 @@ xla::ffi::Error ReadRouterCall(RouterBuffers& buffers, const RouterAttributes& a
   if (experts < 1 || experts > kMaxExperts) return refuse("num_experts must be within [1, 1024]");
   if (top_k < 1 || top_k > kMaxTopK || top_k > experts) {
     return refuse("top_k must be within [1, min(16, num_experts)]");
+  }
+  if (joined < 0 || top_k + joined > kMaxTopK || experts + joined > kMaxExperts) {
+    return refuse("num_joined must be 0 or more, with top_k at most 16, with num_experts 1024");
   }
   const int64_t groups = attributes.num_groups, topk_groups = attributes.topk_groups;
   if (groups < 1 || groups > kMaxGroups || experts % groups != 0 || topk_groups < 1 ||
@@ -117,8 +122,8 @@ xla::ffi::Error ReadRouterCall(RouterBuffers& buffers, const RouterAttributes& a
     if (error.success()) error = CheckBuffer("b12x_router", name, buffer, dtype, shape);
   };
   check("weight", buffers.weight, buffers.weight.element_type(), {experts, hidden});
-  check("topk_ids", *buffers.topk_ids, DataType::S32, {tokens, top_k});
-  check("topk_weights", *buffers.topk_weights, DataType::F32, {tokens, top_k});
+  check("topk_ids", *buffers.topk_ids, DataType::S32, {tokens, top_k + joined});
+  check("topk_weights", *buffers.topk_weights, DataType::F32, {tokens, top_k + joined});
   check("logits", *buffers.logits, DataType::F32, {tokens, experts});
   if (error.success()) {
     error =
@@ -139,6 +144,7 @@ xla::ffi::Error ReadRouterCall(RouterBuffers& buffers, const RouterAttributes& a
   call->hidden = static_cast<decltype(call->hidden)>(hidden);
   call->num_experts = static_cast<decltype(call->num_experts)>(experts);
   call->top_k = static_cast<decltype(call->top_k)>(top_k);
+  call->num_joined = static_cast<decltype(call->num_joined)>(joined);
   call->num_groups = static_cast<decltype(call->num_groups)>(groups);
   call->topk_groups = static_cast<decltype(call->topk_groups)>(topk_groups);
   call->renormalize = attributes.renormalize;

@@ -19,11 +19,11 @@ xffi::Error RouterCpu(xffi::ThreadPool pool, xffi::AnyBuffer x, xffi::AnyBuffer 
                       xffi::Result<xffi::AnyBuffer> topk_weights,
                       xffi::Result<xffi::AnyBuffer> logits, xffi::ResultBuffer<xffi::U8> scratch,
                       std::string_view scoring, bool renormalize, float scale, int64_t num_groups,
-                      int64_t topk_groups) {
+                      int64_t topk_groups, int64_t num_joined) {
   RouterBuffers buffers{x, weight, bias, token_mask, topk_ids, topk_weights, logits};
   host::RouterProblem problem;
-  xffi::Error error =
-      ReadRouterCall(buffers, {scoring, renormalize, scale, num_groups, topk_groups}, &problem);
+  xffi::Error error = ReadRouterCall(
+      buffers, {scoring, renormalize, scale, num_groups, topk_groups, num_joined}, &problem);
   if (error.failure()) return error;
   problem.scratch = scratch->typed_data();
   if (static_cast<int64_t>(scratch->size_bytes()) < host::RouterScratchBytes(problem)) {

@@ -21,11 +21,12 @@ xffi::Error RouterCuda(cudaStream_t stream, xffi::AnyBuffer x, xffi::AnyBuffer w
                        xffi::Result<xffi::AnyBuffer> topk_weights,
                        xffi::Result<xffi::AnyBuffer> logits,
                        xffi::ResultBuffer<xffi::U8> /*scratch*/, std::string_view scoring,
-                       bool renormalize, float scale, int64_t num_groups, int64_t topk_groups) {
+                       bool renormalize, float scale, int64_t num_groups, int64_t topk_groups,
+                       int64_t num_joined) {
   RouterBuffers buffers{x, weight, bias, token_mask, topk_ids, topk_weights, logits};
   RouterParams params;
-  xffi::Error error =
-      ReadRouterCall(buffers, {scoring, renormalize, scale, num_groups, topk_groups}, &params);
+  xffi::Error error = ReadRouterCall(
+      buffers, {scoring, renormalize, scale, num_groups, topk_groups, num_joined}, &params);
   if (error.failure()) return error;
   return Launched(launch_router(params, stream), "b12x_router on CUDA");
 }

@@ -52,13 +52,21 @@ class Choice {
   Choice(const RouterProblem& problem, int64_t token, uint32_t* keys)
       : p_(problem),
         logits_(problem.logits + token * problem.num_experts),
-        ids_(problem.topk_ids + token * problem.top_k),
-        weights_(problem.topk_weights + token * problem.top_k),
+        ids_(problem.topk_ids + token * (problem.top_k + problem.num_joined)),
+        weights_(problem.topk_weights + token * (problem.top_k + problem.num_joined)),
         keys_(keys) {}
 
   void WritePadding() {
     std::fill_n(ids_, p_.top_k, -1);
     std::fill_n(weights_, p_.top_k, 0.0f);
+  }
+
+  // Padding as well goes to the joined experts.
+  void WriteJoined() {
+    for (int64_t j = 0; j < p_.num_joined; ++j) {
+      ids_[p_.top_k + j] = static_cast<int32_t>(p_.num_experts + j);
+      weights_[p_.top_k + j] = 1.0f;
+    }
   }
 
   void Write() {
@@ -193,6 +201,7 @@ class Slab {
     } else {
       choice.Write();
     }
+    choice.WriteJoined();
   }
 
   const RouterProblem& p_;

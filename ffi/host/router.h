@@ -23,6 +23,7 @@ struct RouterProblem {
   int64_t hidden = 0;
   int64_t num_experts = 0;
   int64_t top_k = 0;
+  int64_t num_joined = 0;   // experts from num_experts on, to which every token goes with weight 1
   int64_t num_groups = 1;   // sigmoid: equal groups of experts
   int64_t topk_groups = 1;  // sigmoid: groups that a token may use
 
@@ -30,8 +31,8 @@ struct RouterProblem {
   const void* weight = nullptr;         // weight_dtype[num_experts, hidden]
   const float* bias = nullptr;          // [num_experts], or null
   const uint8_t* token_mask = nullptr;  // [num_tokens], 0: padding. Or null
-  int32_t* topk_ids = nullptr;          // [num_tokens, top_k]
-  float* topk_weights = nullptr;        // [num_tokens, top_k]
+  int32_t* topk_ids = nullptr;          // [num_tokens, top_k + num_joined]
+  float* topk_weights = nullptr;        // [num_tokens, top_k + num_joined]
   float* logits = nullptr;              // [num_tokens, num_experts]
   void* scratch = nullptr;
 };

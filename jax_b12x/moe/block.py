@@ -53,7 +53,8 @@ class BlockResult(NamedTuple):
 
     Attributes:
       out: ``x.dtype[num_tokens, hidden]``.
-      topk_ids: ``int32[num_tokens, top_k]``, as the router chose or the caller gave them.
+      topk_ids: ``int32[num_tokens, top_k]``, as the router chose or the caller gave them; ``top_k``
+        is that of the routed plan, with the routes to a joined shared expert.
       topk_weights: ``float32[num_tokens, top_k]``.
     """
 
@@ -77,7 +78,8 @@ def moe_block(
 
     ``out = routed + shared``, in fp32 and rounded once to ``x.dtype``, where ``routed`` is what
     :func:`fused_moe` gives and ``shared`` what :func:`dense_mlp` (or :func:`fused_moe` of one
-    expert) gives: each order of the plan gives the same bits as the ops alone.
+    expert) gives: each order of the plan gives the same bits as the ops alone. A shared expert that
+    is joined to the routed ones is summed with them in fp32, and rounded once with them.
 
     Fork and join are inside the one call. The auxiliary stream belongs to the call site's
     workspace (:mod:`jax_b12x.workspace`), and so do the words of grid barriers.
@@ -89,7 +91,8 @@ def moe_block(
       x: ``f32|bf16|f16[num_tokens, hidden]``; float32 on the CPU only.
       routed: the routed experts, in the layout that the plan names.
       router: the router; exactly one of ``router`` and ``topk`` is given.
-      topk: ``topk_ids: int32[num_tokens, top_k]`` and ``topk_weights: float32[num_tokens, top_k]``.
+      topk: ``topk_ids: int32[num_tokens, top_k]`` and ``topk_weights: float32[num_tokens, top_k]``,
+        with the routes to a joined shared expert.
       shared: the shared expert: a :class:`DenseExpert` of the dtype of ``x``, packed
         :class:`ExpertWeights` of one expert, or ``None``, as the plan says.
       shared_gate: ``[hidden]``; with it a packed shared expert's output is multiplied with
@@ -196,6 +199,7 @@ def _run(plan: BlockPlan, place: workspace.Place, tokens: Any, weights: Any) -> 
             "scale": np.float32(router.scale),
             "num_groups": np.int64(router.num_groups),
             "topk_groups": np.int64(router.topk_groups),
+            "num_joined": np.int64(plan.joined),
         }
     else:
         operands += topk
@@ -268,18 +272,20 @@ def _check_router(
     if not isinstance(router, RouterParams):
         raise TypeError(f"router is a {type(router).__name__}; it must be a RouterParams")
     options = routing._Options(
-        plan.routed.top_k,
+        plan.routed.top_k - plan.joined,
         router.scoring,
         router.renormalize,
         float(router.scale),
         router.num_groups,
         router.topk_groups,
+        plan.joined,
     )
     routing._check_route(x, router.weight, router.bias, options, token_mask)
-    if router.weight.shape[0] != plan.routed.num_experts:
+    experts = plan.routed.num_experts - plan.joined
+    if router.weight.shape[0] != experts:
         raise ValueError(
-            f"router.weight has {router.weight.shape[0]} rows; the plan has "
-            f"{plan.routed.num_experts} experts"
+            f"router.weight has {router.weight.shape[0]} rows; the plan has {experts} experts"
+            + (f" and {plan.joined} joined" if plan.joined else "")
         )
 
 

@@ -9,7 +9,7 @@ from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.plan import plan as make_plan
 from jax_b12x.moe.recipe import SILU, Activation
 
-BlockOrder = Literal["concurrent", "pre_resident", "serial"]
+BlockOrder = Literal["joined", "concurrent", "pre_resident", "serial"]
 OverlapChoice = Literal["auto", "off"]
 
 # The words of two grid barriers; `ffi/handlers/block_call.h` has their places.
@@ -42,13 +42,17 @@ class BlockPlan:
     Attributes:
       routed: the plan of the routed experts.
       router: whether the router is part of the block.
-      shared: the plan of the shared expert, or ``None`` where there is none.
+      shared: the plan of a shared expert of its own, or ``None`` where there is none.
       overlap: what the caller asked for.
-      order: ``"concurrent"``: the shared expert is submitted to an auxiliary stream before the
+      order: ``"joined"``: the shared expert is among the routed ones, so that their launch reads it
+        as well. ``"concurrent"``: the shared expert is submitted to an auxiliary stream before the
         router and the routed launches, and joined after them. ``"pre_resident"``: it is submitted
         before the router and joined before the routed launch is submitted. ``"serial"``: it follows
-        the routed experts on the same stream. All three give the same bits.
+        the routed experts on the same stream. The last three give the same bits; ``"joined"``
+        rounds once less.
       reasons: why, a sentence each.
+      joined: as how many experts the shared one stands behind the routed ones: their plan counts
+        them, among its experts and a token's routes.
     """
 
     routed: MoePlan
@@ -57,11 +61,12 @@ class BlockPlan:
     overlap: OverlapChoice
     order: BlockOrder
     reasons: tuple[str, ...]
+    joined: int = 0
 
     @property
     def streams(self) -> int:
         """Auxiliary streams that it keeps on each device, 0 or 1."""
-        return int(self.order != "serial")
+        return int(self.order in ("concurrent", "pre_resident"))
 
     @property
     def workspace_bytes(self) -> int:
@@ -72,7 +77,10 @@ class BlockPlan:
 
     def explain(self) -> str:
         """Returns what was chosen and why, as text for people."""
-        if self.shared is None:
+        if self.joined:
+            last = "last" if self.joined == 1 else f"last {self.joined}"
+            shared = f"joined: the {last} of the routed experts"
+        elif self.shared is None:
             shared = "none"
         elif isinstance(self.shared, DensePlan):
             shared = f"dense, intermediate {self.shared.intermediate}"
@@ -103,6 +111,7 @@ def plan_block(
     router: bool,
     shared: MoePlan | DensePlan | None = None,
     overlap: OverlapChoice = "auto",
+    joined: int = 0,
 ) -> BlockPlan:
     """Decides in which order a block submits its work. Pure: same arguments, same plan.
 
@@ -114,6 +123,8 @@ def plan_block(
         again as split, which gives the same bits: two grids that must be resident do not go
         together.
       overlap: ``"auto"`` overlaps what the routed plan tolerates; ``"off"`` overlaps nothing.
+      joined: how many of the routed plan's experts, the last ones, are the shared expert; every
+        token goes to each of them, in its last routes. A router in the block writes those.
 
     Returns:
       The plan; ``explain()`` prints it.
@@ -136,6 +147,10 @@ def plan_block(
             )
     if isinstance(shared, MoePlan):
         _check_shared(routed, shared)
+    if joined:
+        _check_joined(routed, shared, overlap, joined)
+        why = "the shared expert is one of the routed ones: their launch reads it with the others"
+        return BlockPlan(routed, router, None, overlap, "joined", (why,), joined)
     order, reasons = _order(routed, router, shared, overlap)
     if isinstance(shared, MoePlan) and order != "serial" and shared.implementation == "fused":
         shared = _split(shared)
@@ -155,6 +170,7 @@ def with_num_tokens(plan: BlockPlan, num_tokens: int) -> BlockPlan:
         router=plan.router,
         shared=shared,
         overlap=plan.overlap,
+        joined=plan.joined,
     )
 
 
@@ -184,6 +200,26 @@ def _order(
             "in the block to overlap",
         )
     return "serial", (f"the routed plan ({routed.implementation}) tolerates nothing beside it",)
+
+
+def _check_joined(
+    routed: MoePlan, shared: MoePlan | DensePlan | None, overlap: OverlapChoice, joined: int
+) -> None:
+    if isinstance(joined, bool) or not isinstance(joined, int) or not 0 < joined < routed.top_k:
+        raise ValueError(
+            f"joined is {joined!r}; it must be an integer within [0, {routed.top_k - 1}]: less "
+            f"than the plan's top_k ({routed.top_k}), which counts a route to each joined expert"
+        )
+    if shared is not None:
+        raise ValueError(
+            f"joined is {joined}, and shared is a {type(shared).__name__}; a shared expert is "
+            "joined to the routed ones or one of its own: leave one of the two out"
+        )
+    if overlap == "off":
+        raise ValueError(
+            f"joined is {joined}, and overlap is 'off', which runs the shared expert after the "
+            "routed ones; plan it as shared"
+        )
 
 
 def _check_shared(routed: MoePlan, shared: MoePlan) -> None:

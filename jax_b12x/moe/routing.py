@@ -149,6 +149,7 @@ def route(
     scale: float = 1.0,
     num_groups: int = 1,
     topk_groups: int = 1,
+    num_joined: int = 0,
     token_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Multiplies tokens with a router's weights and chooses their experts, in one FFI call.
@@ -175,11 +176,14 @@ def route(
       scale: what the weights are multiplied with in the end (``routed_scaling_factor``).
       num_groups: groups of experts, at most 32; only with ``sigmoid``.
       topk_groups: groups that a token may use; only with ``sigmoid``.
+      num_joined: experts behind those of the router, to which every token goes with weight 1,
+        padding as well: a shared expert that is joined to the routed ones. At most 16 routes a
+        token and 1024 experts with them.
       token_mask: ``bool[num_tokens]``; tokens where it is false are padding.
 
     Returns:
-      ``topk_ids: int32[num_tokens, top_k]``, best first,
-      ``topk_weights: float32[num_tokens, top_k]`` and
+      ``topk_ids: int32[num_tokens, top_k + num_joined]``, best first and the joined ones last,
+      ``topk_weights: float32[num_tokens, top_k + num_joined]`` and
       ``logits: float32[num_tokens, num_experts]``, accumulated in fp32.
 
     Raises:
@@ -187,12 +191,14 @@ def route(
       ValueError: an argument has the wrong shape or is out of range.
       NativeError: the extension is not built.
     """
-    options = _Options(top_k, scoring, renormalize, float(scale), num_groups, topk_groups)
+    options = _Options(
+        top_k, scoring, renormalize, float(scale), num_groups, topk_groups, num_joined
+    )
     _check_route(x, weight, bias, options, token_mask)
     if x.shape[0] == 0:
         return (
-            jnp.zeros((0, top_k), jnp.int32),
-            jnp.zeros((0, top_k), jnp.float32),
+            jnp.zeros((0, top_k + num_joined), jnp.int32),
+            jnp.zeros((0, top_k + num_joined), jnp.float32),
             jnp.zeros((0, weight.shape[0]), jnp.float32),
         )
     ids, weights, logits = _route_call(options)((x, token_mask), (weight, bias))
@@ -210,6 +216,7 @@ def route_reference(
     scale: float = 1.0,
     num_groups: int = 1,
     topk_groups: int = 1,
+    num_joined: int = 0,
     token_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what :func:`route` does, in plain ``jnp``."""
@@ -220,18 +227,40 @@ def route_reference(
         if bias is not None:
             logits = logits + bias
         ids, weights = softmax_topk(logits, top_k, renormalize=renormalize, token_mask=token_mask)
-        return ids, weights * jnp.float32(scale), logits
-    ids, weights = sigmoid_topk(
-        logits,
-        top_k,
-        correction_bias=bias,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        renormalize=renormalize,
-        routed_scaling_factor=scale,
-        token_mask=token_mask,
+        weights = weights * jnp.float32(scale)
+    else:
+        ids, weights = sigmoid_topk(
+            logits,
+            top_k,
+            correction_bias=bias,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            renormalize=renormalize,
+            routed_scaling_factor=scale,
+            token_mask=token_mask,
+        )
+    return *with_joined(ids, weights, weight.shape[0], num_joined), logits
+
+
+def with_joined(
+    topk_ids: jax.Array, topk_weights: jax.Array, first: int, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns routes with one more to each of the experts ``[first, first + count)``, weight 1.
+
+    Args:
+      topk_ids: ``int32[num_tokens, top_k]``.
+      topk_weights: ``float32[num_tokens, top_k]``.
+      first: the first expert that every token goes to.
+      count: how many there are.
+    """
+    if count == 0:
+        return topk_ids, topk_weights
+    # Made of the routes, so that inside shard_map they vary as those do.
+    ids = jnp.zeros_like(topk_ids[:, :1]) + jnp.arange(first, first + count, dtype=jnp.int32)
+    return (
+        jnp.concatenate([topk_ids, ids], axis=1),
+        jnp.concatenate([topk_weights, jnp.ones_like(ids, jnp.float32)], axis=1),
     )
-    return ids, weights, logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +271,7 @@ class _Options:
     scale: float
     num_groups: int
     topk_groups: int
+    num_joined: int = 0
 
 
 @functools.lru_cache(maxsize=64)
@@ -267,10 +297,11 @@ def _run_route(
     (x, token_mask), (weight, bias) = tokens, weights
     num_tokens, hidden = x.shape
     num_experts = weight.shape[0]
+    routes = options.top_k + options.num_joined
     results = (
         # Inside shard_map they vary as x does.
-        jax.typeof(x).update(shape=(num_tokens, options.top_k), dtype=jnp.dtype(jnp.int32)),
-        jax.typeof(x).update(shape=(num_tokens, options.top_k), dtype=jnp.dtype(jnp.float32)),
+        jax.typeof(x).update(shape=(num_tokens, routes), dtype=jnp.dtype(jnp.int32)),
+        jax.typeof(x).update(shape=(num_tokens, routes), dtype=jnp.dtype(jnp.float32)),
         jax.typeof(x).update(shape=(num_tokens, num_experts), dtype=jnp.dtype(jnp.float32)),
         jax.core.ShapedArray((_scratch_bytes(num_tokens, hidden, num_experts),), jnp.uint8),
     )
@@ -284,6 +315,7 @@ def _run_route(
         scale=np.float32(options.scale),
         num_groups=np.int64(options.num_groups),
         topk_groups=np.int64(options.topk_groups),
+        num_joined=np.int64(options.num_joined),
     )
     return ids, route_weights, logits
 
@@ -323,6 +355,15 @@ def _check_route(
         raise ValueError(
             f"top_k is {options.top_k}; it must be within [1, {most}], for {num_experts} experts"
         )
+    for name, value, limit in (
+        ("top_k", options.top_k, MAX_TOP_K),
+        ("num_experts", num_experts, MAX_EXPERTS),
+    ):
+        if not 0 <= options.num_joined <= limit - value:
+            raise ValueError(
+                f"num_joined is {options.num_joined}; it must be within [0, {limit - value}], for "
+                f"{name} {value} of at most {limit}"
+            )
     if bias is not None:
         if bias.dtype != jnp.float32:
             raise TypeError(f"bias has dtype {bias.dtype.name}; it must be float32")
