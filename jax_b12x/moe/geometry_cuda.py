@@ -18,6 +18,7 @@ MAX_TOP_K = 16
 MAX_EXPERTS = 1024
 
 _MEASURED_SMS = 132
+_MAX_JOINED = 4  # experts of a joined shared one that a measured geometry still serves
 _WARPS = 16  # that multiply
 _SHARED_BYTES = 227 << 10  # of one block, on the only architecture that there are kernels for
 _REDUCE_STAGES = 4
@@ -93,16 +94,7 @@ def geometry(request: Request, implementation: str) -> Geometry:
         fc2=layout_sm90.tiles(request.hidden, request.intermediate),
         grid=request.device.sm_count,
     )
-    measured = MEASURED.get(
-        (
-            request.hidden,
-            request.intermediate,
-            request.num_experts,
-            request.top_k,
-            tokens,
-            problem.quantized,
-        )
-    )
+    measured = _measured(request, tokens)
     if measured is not None and problem.grid == _MEASURED_SMS:
         stages, fc1_split, fc2_split, order = measured
     else:
@@ -133,6 +125,26 @@ def geometry(request: Request, implementation: str) -> Geometry:
         weight_layout="sm90",
         reasons=reasons,
     )
+
+
+def _measured(request: Request, num_tokens: int) -> tuple[int, int, int, int] | None:
+    """Returns what was the fastest for a request.
+
+    A shared expert that is joined to the routed ones makes a few more experts that every token goes
+    to. They do not change what the others ask for, which goes for them as well.
+    """
+    for joined in range(_MAX_JOINED + 1):
+        key = (
+            request.hidden,
+            request.intermediate,
+            request.num_experts - joined,
+            request.top_k - joined,
+            num_tokens,
+            request.recipe.quantized_activations,
+        )
+        if key in MEASURED:
+            return MEASURED[key]
+    return None
 
 
 def _fc2_order(problem: _Problem) -> int:
