@@ -45,7 +45,11 @@ def make_params(rng, layer, *, bias=False, dtype=jnp.float32):
             )
     elif layer.shared_intermediate:
         shared = random_weights(
-            rng, hidden=layer.hidden, intermediate=layer.shared_intermediate, num_experts=1
+            rng,
+            hidden=layer.hidden,
+            intermediate=layer.shared_intermediate,
+            num_experts=1,
+            bias=bias,
         )
     router = rng.normal(size=(layer.num_experts, layer.hidden))
     router_bias = rng.normal(size=layer.num_experts) / 10 if bias else None
@@ -65,6 +69,21 @@ def mesh_of(**axes):
     count = int(np.prod(list(axes.values())))
     devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
     return Mesh(devices, tuple(axes))
+
+
+def assert_within_fp32(out, whole, magnitude, *, world_size, intermediate=INTERMEDIATE):
+    """Holds two fp32 computations of one sum to the bound on their difference.
+
+    Both add the same products, in other orders: over ``hidden`` (into the intermediate, whose
+    relative error the second product hands on) and ``intermediate`` (of the widest expert), over
+    routes, shared expert and ranks. A sum of n terms in any order errs by at most (n - 1) * 2**-24
+    of the sum of magnitudes; rounding errors of so many terms add up like a random walk, so that 8
+    standard deviations, on each side, bound them. Magnitudes inside an output cancel: by at most
+    the 16 here, a walk's sqrt(intermediate) with room.
+    """
+    terms = HIDDEN + intermediate + 16 + world_size
+    bound = 2 * 8 * np.sqrt(terms) * 2.0**-24 * 16 * np.maximum(magnitude, magnitude.mean())
+    assert np.all(np.abs(np.asarray(out, np.float64) - whole) <= bound)
 
 
 # Compiled once for each shape: the oracle is called a route at a time.

@@ -1,5 +1,6 @@
 """``bench layer``: what it computes of its times, and that it runs where there is no GPU."""
 
+import dataclasses
 import json
 
 import pytest
@@ -43,19 +44,30 @@ def test_targets_are_computed_without_the_step_that_is_in_every_time():
     assert made["alike"] == pytest.approx(3)
 
 
+def test_where_the_shared_expert_is_joined_the_fastest_of_three_counts():
+    for joined, fastest in ((32.0, 31), (34.0, 32)):
+        ((_, row),) = report_of({1: {**ALONE, "joined": joined}}).rows()
+        assert layer.figures(row)["over_longest"] == pytest.approx(fastest / 30)
+
+
 def test_a_split_layer_is_compared_with_its_parts():
     split = {"step": 1.0, "experts": 21.0, "all_reduce": 5.0, "layer": 28.0, "psum": 50.0}
     ((_, row),) = report_of({1: split}, ranks=2).rows()
     assert layer.figures(row) == {"over_parts": pytest.approx(27 / 24)}
 
 
-def test_what_goes_into_the_measured_table_is_of_recipes_that_may_split():
+def test_what_goes_into_the_measured_table_is_of_recipes_that_may_split_or_of_joined_experts():
     report = report_of({1: ALONE, 4: ALONE})
     names = ("recipe", "hidden", "intermediate", "num_experts", "top_k", "shared_format")
     case = OverlapCase(**{name: CASE[name] for name in names}, shared_intermediate=32)
     times = OverlapTimes(37.0, 33.0, report.environment.date[:10])
     assert layer.overlap_times(report) == {case: {1: times, 4: times}}
     assert layer.overlap_times(report_of({1: ALONE}, recipe="w4a16")) == {}
+    packed = {"recipe": "w4a16", "shared_format": "nvfp4"}
+    joined = layer.overlap_times(report_of({1: {**ALONE, "joined": 32.0}}, **packed))
+    assert joined == {
+        dataclasses.replace(case, **packed): {1: dataclasses.replace(times, joined=32.0)}
+    }
 
 
 def bench(tmp_path, *options):
@@ -73,7 +85,10 @@ def test_it_runs_on_a_cpu(tmp_path, capsys):
         ("nvfp4", 3),
     ]
     for case, row in rows:
-        assert list(row) == ["step", "shared", "routed", "serial", "fused", "split"]
+        packed = case["shared_format"] == "nvfp4"
+        expected = ["step", "shared", "routed", "serial", "fused", "split"]
+        assert list(row) == expected + ["joined"] * packed
+        assert case.get("joined_order") == ("joined" if packed else None)
         assert (case["fused_order"], case["split_order"]) == ("pre_resident", "concurrent")
     assert "A layer of 4 experts of 64 x 64 a device" in capsys.readouterr().out
     json.dumps(dict(report.arguments))

@@ -62,6 +62,30 @@ def test_split_over_a_mesh_it_gives_the_same(monkeypatch):
     np.testing.assert_allclose(out, MoELayer.of(block)(x), rtol=0, atol=1e-5)
 
 
+def test_a_packed_shared_expert_is_joined_to_the_routed_ones():
+    block, x = make_block(shared=False), make_x()
+    experts = block.experts.weights.get_value()
+    draw = np.random.default_rng(5).standard_normal
+    shared = moe.ExpertWeights.quantize(
+        *(draw((1, INTERMEDIATE, HIDDEN), np.float32) / 6 for _ in range(3))
+    )
+    layer = moe.MoELayer(
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        num_experts=4,
+        top_k=2,
+        shared_intermediate=INTERMEDIATE,
+        shared_format="nvfp4",
+    )
+    router = jnp.asarray(block.router.kernel[...].T)
+    module = MoELayer(layer, moe.LayerParams(router, experts, shared))
+    assert module.params.get_value().joined == 1
+    routed, _ = nnx.jit(block)(x, None)
+    ids, ones = jnp.zeros((5, 1), jnp.int32), jnp.ones((5, 1), jnp.float32)
+    expected = routed + moe.reference.moe(x, shared, ids, ones, recipe="nvfp4")
+    np.testing.assert_allclose(nnx.jit(module)(x), expected, rtol=0, atol=1e-5)
+
+
 def test_a_block_that_is_trained_is_refused():
     rngs = nnx.Rngs(0)
     block = MoE(

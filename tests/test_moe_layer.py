@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from layer_inputs import HIDDEN, INTERMEDIATE, make_layer, make_params, make_x, mesh_of, oracle
+from layer_inputs import (
+    HIDDEN,
+    INTERMEDIATE,
+    assert_within_fp32,
+    make_layer,
+    make_params,
+    make_x,
+    mesh_of,
+    oracle,
+)
 
 from jax_b12x import comm, lane, moe, workspace
 from jax_b12x.moe import layer_routes, sharding
@@ -19,21 +28,6 @@ P = PartitionSpec
 @pytest.fixture
 def rng():
     return np.random.default_rng(7)
-
-
-def assert_within_fp32(out, whole, magnitude, *, world_size):
-    """Holds two fp32 computations of one sum to the bound on their difference.
-
-    Both add the same products, in other orders: over ``hidden`` (into the intermediate, whose
-    relative error the second product hands on) and ``intermediate``, over routes, shared expert and
-    ranks. A sum of n terms in any order errs by at most (n - 1) * 2**-24 of the sum of magnitudes;
-    rounding errors of so many terms add up like a random walk, so that 8 standard deviations, on
-    each side, bound them. Magnitudes inside an output cancel: by at most the 16 here, a walk's
-    sqrt(intermediate) with room.
-    """
-    terms = HIDDEN + INTERMEDIATE + 16 + world_size
-    bound = 2 * 8 * np.sqrt(terms) * 2.0**-24 * 16 * np.maximum(magnitude, magnitude.mean())
-    assert np.all(np.abs(np.asarray(out, np.float64) - whole) <= bound)
 
 
 SPLITS = {

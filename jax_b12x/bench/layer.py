@@ -28,6 +28,7 @@ from jax_b12x.bench import Progress, layer_data, options
 from jax_b12x.bench import plot as plot_lib
 from jax_b12x.bench.measurement import Environment, Measurement, Report, Value
 from jax_b12x.bench.timing import chains
+from jax_b12x.moe import layer_plan
 from jax_b12x.moe.overlap_measured import OverlapCase, OverlapTimes
 from jax_b12x.moe.recipe import RECIPES
 
@@ -37,7 +38,8 @@ _LAYERS = 8  # of a chain: with one token each of the default shape they read 0.
 # a step is short.
 _REPEATS = (2, 16)
 _FEEDBACK = 2.0**-10
-_OVERLAPPED: tuple[moe.Implementation, ...] = ("fused", "split")
+_BESIDE: tuple[moe.Implementation, ...] = ("fused", "split")
+_OVERLAPPED = (*_BESIDE, "joined")  # a row may lack the last one
 
 # One layer of a chain: its input and its parameters, to its output.
 Step: TypeAlias = Callable[[jax.Array, Any], jax.Array]
@@ -153,6 +155,8 @@ class _Bench:
         with concurrent.futures.ThreadPoolExecutor() as threads:
             for shared_format in args.shared:
                 params = layer_data.with_shared(self.base, self.params, shared_format, args.seed)
+                joins = shared_format == "nvfp4" and args.ranks == 1
+                joined = layer_data.joined(self.base, params) if joins else params
                 for recipe in args.recipes:
                     layer = dataclasses.replace(
                         self.base, recipe=recipe, shared_format=shared_format
@@ -162,7 +166,12 @@ class _Bench:
                         case, steps = chosen(layer, tokens)
                         programs = {
                             what: threads.submit(
-                                self._program(step, tokens, params, self._repeats(what))
+                                self._program(
+                                    step,
+                                    tokens,
+                                    joined if what == "joined" else params,
+                                    self._repeats(what),
+                                )
                             )
                             for what, step in steps.items()
                         }
@@ -180,16 +189,20 @@ class _Bench:
         """Shared and routed experts alone, in a row, and overlapped."""
         routed = dataclasses.replace(layer, shared_intermediate=0)
         in_a_row = dataclasses.replace(layer, overlap="off")
+        case = self._case(layer, tokens)
         steps: dict[str, Step] = {
             "step": _nothing,
             "shared": _shared_alone(layer, tokens),
             "routed": functools.partial(_routed_alone, routed),
             "serial": _forced(in_a_row, tokens, "fused"),
         }
-        case = self._case(layer, tokens)
-        for launch in _OVERLAPPED:
+        for launch in _BESIDE:
             steps[launch] = _forced(layer, tokens, launch)
-            case[f"{launch}_order"] = layer.plan(tokens, implementation=launch).order
+            case[f"{launch}_order"] = layer.plan(tokens, implementation=launch, joined=False).order
+        if layer.local.join_obstacle is None:
+            made = layer.plan(tokens, joined=True)
+            steps["joined"] = functools.partial(layer.partial, plan=made)
+            case["joined_order"] = made.order
         return case, steps
 
     def split(self, pool: comm.ChannelPool, layer: moe.MoELayer, tokens: int) -> _Chains:
@@ -283,12 +296,8 @@ def _routed_alone(layer: moe.MoELayer, x: jax.Array, params: moe.LayerParams) ->
 
 def _forced(layer: moe.MoELayer, num_tokens: int, launch: moe.Implementation) -> Step:
     """Returns a layer's part with its decode launched as ``launch`` says."""
-    made = layer.plan(num_tokens, implementation=launch)
+    made = layer.plan(num_tokens, implementation=launch, joined=False)
     return lambda x, params: layer.partial(x, params, plan=made)
-
-
-def _order(layer: moe.MoELayer, num_tokens: int, launch: moe.Implementation) -> str:
-    return layer.plan(num_tokens, implementation=launch).order
 
 
 def _shared_alone(layer: moe.MoELayer, num_tokens: int) -> Step:
@@ -297,7 +306,7 @@ def _shared_alone(layer: moe.MoELayer, num_tokens: int) -> Step:
     def step(x: jax.Array, params: moe.LayerParams) -> jax.Array:
         if isinstance(params.shared, moe.DenseExpert):
             return moe.dense_mlp(x, params.shared)
-        assert params.shared is not None
+        assert isinstance(params.shared, moe.ExpertWeights)
         ids = jnp.zeros((num_tokens, 1), jnp.int32)
         weights = jnp.ones((num_tokens, 1), jnp.float32)
         return moe.fused_moe(x, params.shared, ids, weights, recipe=layer.recipe)
@@ -310,31 +319,37 @@ def overlap_times(report: Report) -> dict[OverlapCase, dict[int, OverlapTimes]]:
     names = [field.name for field in dataclasses.fields(OverlapCase)]
     times: dict[OverlapCase, dict[int, OverlapTimes]] = {}
     for case, row in report.rows():
-        if "split" not in row or case["recipe"] == "w4a16":
+        joins = "joined" in row
+        if "split" not in row or not (joins or case["recipe"] in layer_plan.SPLIT_RECIPES):
             continue
         key = OverlapCase(**{name: case[name] for name in names})  # type: ignore[arg-type]
-        fused, split = (round(row[launch].microseconds, 1) for launch in _OVERLAPPED)
-        date = report.environment.date[:10]
-        times.setdefault(key, {})[int(case["num_tokens"])] = OverlapTimes(fused, split, date)
+        us = {what: round(row[what].microseconds, 1) for what in _OVERLAPPED if what in row}
+        made = OverlapTimes(date=report.environment.date[:10], **us)
+        times.setdefault(key, {})[int(case["num_tokens"])] = made
     return times
 
 
 def figures(row: Mapping[str, Measurement]) -> dict[str, float]:
     """Returns what the targets are about, of one row; without the step that is in every time.
 
-    Overlapped is the faster of fused and split decode with the shared expert beside them;
-    ``over_longest`` compares it with the longer of shared and routed experts alone, ``saved`` with
-    both in a row. ``over_parts`` compares a split layer with its experts and its all-reduce.
+    Overlapped is the fastest of fused and split decode with the shared expert beside them, and of
+    the shared expert joined to the routed ones; ``over_longest`` compares it with the longer of
+    shared and routed experts alone, ``saved`` with both in a row. ``over_parts`` compares a split
+    layer with its experts and its all-reduce.
     """
     net = {what: one.microseconds - row["step"].microseconds for what, one in row.items()}
     if "layer" in row:
         return {"over_parts": net["layer"] / (net["experts"] + net["all_reduce"])}
-    overlapped = min(net[launch] for launch in _OVERLAPPED)
+    overlapped = net[_fastest(row)]
     return {
         "over_longest": overlapped / max(net["shared"], net["routed"]),
         "saved": net["serial"] / overlapped,
         "alike": max(net["shared"], net["routed"]) / min(net["shared"], net["routed"]),
     }
+
+
+def _fastest(row: Mapping[str, Measurement]) -> str:
+    return min((what for what in _OVERLAPPED if what in row), key=lambda what: row[what].seconds)
 
 
 def table(report: Report) -> RenderableType:
@@ -360,8 +375,7 @@ def table(report: Report) -> RenderableType:
         if split:
             ends = [f"{made['over_parts']:.2f}"]
         else:
-            best = min(_OVERLAPPED, key=lambda launch: row[launch].seconds)
-            ends = [str(case[f"{best}_order"])]
+            ends = [str(case[f"{_fastest(row)}_order"])]
             ends += [f"{made['over_longest']:.2f}", f"{made['saved']:.2f}"]
         result.add_row(
             str(case["recipe"]),
@@ -374,8 +388,8 @@ def table(report: Report) -> RenderableType:
         "x parts: layer / (experts + all_reduce)"
         if split
         else "serial: fused decode, then the shared expert; fused, split: the shared expert beside "
-        "them, in the order of the faster\none; x longest: the faster / max(shared, routed); "
-        "saved: serial / the faster"
+        "them; joined: it is one of them; order: of the\nfastest of the three; x longest: the "
+        "fastest / max(shared, routed); saved: serial / the fastest"
     )
     return Group(result, f"{caption}. Ratios are without the step.")
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_b12x import capability, moe
 from jax_b12x.bench import data
+from jax_b12x.moe import joined as joined_expert
 from jax_b12x.moe import sharding
 from jax_b12x.moe.layer_plan import SharedFormat
 
@@ -63,6 +64,23 @@ def with_shared(
     with_one = dataclasses.replace(layer, shared_format=shared_format)
     placed = _placed_shared(with_one, shared, len(chain))
     return [dataclasses.replace(one, shared=own) for one, own in zip(chain, placed, strict=True)]
+
+
+def joined(layer: moe.MoELayer, chain: list[moe.LayerParams]) -> list[moe.LayerParams]:
+    """Returns the parameters with packed shared experts joined to the routed ones, in new memory.
+
+    Args:
+      layer: without a mesh.
+      chain: from :func:`with_shared`.
+    """
+    made = dataclasses.replace(layer, shared_format="nvfp4").plan(1, joined=True)
+
+    def one(params: moe.LayerParams) -> moe.LayerParams:
+        assert isinstance(params.shared, moe.ExpertWeights)
+        both = joined_expert.join(params.experts, params.shared, made.joined, made.routed)
+        return dataclasses.replace(params, experts=both[0], shared=both[1])
+
+    return [one(params) for params in chain]
 
 
 def _repeated(one: moe.ExpertWeights, count: int, seed: int) -> moe.ExpertWeights:

@@ -13,6 +13,7 @@ from jax_b12x.moe.checkpoint import (
     save_experts,
 )
 from jax_b12x.moe.dense import DenseExpert, dense_mlp
+from jax_b12x.moe.joined import JoinedExpert
 from jax_b12x.moe.layer import MoELayer
 from jax_b12x.moe.layer_params import LayerParams
 from jax_b12x.moe.layer_plan import LayerPlan
@@ -37,6 +38,7 @@ __all__ = [
     "DensePlan",
     "ExpertWeights",
     "Implementation",
+    "JoinedExpert",
     "LayerParams",
     "LayerPlan",
     "MoELayer",

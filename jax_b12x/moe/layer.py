@@ -18,6 +18,7 @@ from jax_b12x.comm import call, checks
 from jax_b12x.comm.all_reduce import check_norm
 from jax_b12x.moe import (
     dense,
+    joined,
     layer_checks,
     layer_explain,
     layer_plan,
@@ -28,6 +29,7 @@ from jax_b12x.moe import (
 from jax_b12x.moe.block import moe_block
 from jax_b12x.moe.block_plan import OverlapChoice
 from jax_b12x.moe.dense import DenseExpert
+from jax_b12x.moe.joined import JoinedExpert
 from jax_b12x.moe.layer_params import LayerParams
 from jax_b12x.moe.layer_plan import LayerPlan, LocalShapes, SharedFormat
 from jax_b12x.moe.op import fused_moe
@@ -83,8 +85,9 @@ class MoELayer:
       tensor_axis: the mesh axis that ``intermediate`` is split over.
       expert_axis: the mesh axis that experts are split over. The shared expert's intermediate is
         split over both.
-      overlap: ``"auto"`` lets the shared expert overlap the routed ones as far as their plan
-        allows; ``"off"`` runs them in a row.
+      overlap: ``"auto"`` joins a packed shared expert to the routed ones where it is a multiple as
+        wide as one of them, and lets another one overlap them as far as their plan allows;
+        ``"off"`` runs them in a row.
 
     Raises:
       ValueError: a field is out of range or contradicts another one.
@@ -160,6 +163,7 @@ class MoELayer:
         dtype: DTypeLike = jnp.bfloat16,
         device: DeviceCapability | None = None,
         implementation: Implementation | None = None,
+        joined: bool | None = None,
     ) -> LayerPlan:
         """Returns how each device runs its part, for so many tokens; what a call asks as well.
 
@@ -168,9 +172,12 @@ class MoELayer:
           dtype: of ``x``.
           device: what to plan for; a device of the mesh, or the default one, if not given.
           implementation: forces how routed experts are launched, as in :func:`jax_b12x.moe.plan`.
+          joined: whether the parameters hold the shared expert among the routed ones
+            (``bool(params.joined)``); what :meth:`prepare` does with parameters that allow it, if
+            not given.
 
         Raises:
-          ValueError: as for :func:`jax_b12x.moe.plan`.
+          ValueError: as for :func:`jax_b12x.moe.plan`; or the shared expert cannot be joined.
           ConfigError: an environment variable holds a bad value.
         """
         return layer_plan.decide(
@@ -181,6 +188,7 @@ class MoELayer:
             overlap=self.overlap,
             implementation=implementation,
             router_in_block=self.expert_axis is None and layer_routes.fits_kernel(self),
+            joined=joined,
         )
 
     def explain(
@@ -189,31 +197,42 @@ class MoELayer:
         *,
         dtype: DTypeLike = jnp.bfloat16,
         device: DeviceCapability | None = None,
+        joined: bool | None = None,
     ) -> str:
         """Returns what is chosen for so many tokens, and why, as text for people.
 
         Args: those of :meth:`plan`.
         """
-        made = self.plan(num_tokens, dtype=dtype, device=device)
+        made = self.plan(num_tokens, dtype=dtype, device=device, joined=joined)
         return layer_explain.explain(self, made)
 
-    def prepare(self, params: LayerParams) -> LayerParams:
+    def prepare(self, params: LayerParams, *, donate: bool = False) -> LayerParams:
         """Returns the parameters split over the mesh and in the layout that its devices read.
 
         Do it once, after loading. On a mesh each device gets its part alone: load a large model's
         parameters into host memory (``load_experts(..., device=jax.devices("cpu")[0])``).
 
+        A packed shared expert is joined to the routed ones where that is what :meth:`plan` says:
+        ``shared`` of the result is a :class:`JoinedExpert`. It stays apart where only one of the
+        two has biases or, in recipes that quantize ``x``, where their ``w13_input_scale`` differ.
+        :meth:`LayerParams.unprepare` gives back what was loaded.
+
         Args:
           params: of the whole layer, experts in the ``checkpoint`` layout.
+          donate: free the packed arrays of ``params.experts`` as soon as they are repacked or
+            joined, a matrix after the other; ``params`` can't be used afterwards. Not on a mesh,
+            whose devices take their parts in turn.
 
         Raises:
-          ValueError: the parameters are not those of this layer.
+          ValueError: the parameters are not those of this layer, or ``donate`` on a mesh.
         """
+        if donate and self.mesh is not None:
+            raise ValueError("donate is True, but the layer has a mesh: del params afterwards")
+        if params.joined:
+            params = params.unprepare()
         layer_checks.check_whole(self, params)
-        # Layouts do not depend on the dtype of x, and this one has kernels everywhere.
-        plan = self.plan(1, dtype=jnp.bfloat16).routed
         if self.mesh is None:
-            return self._prepared(params, plan)
+            return self._prepared(params, donate)
 
         def part(position: dict[str, int]) -> LayerParams:
             expert_part = position.get(self.expert_axis or "", 0)
@@ -228,22 +247,32 @@ class MoELayer:
             shared, rank = params.shared, expert_part * self.tensor_parts + tensor_part
             if isinstance(shared, DenseExpert):
                 shared = sharding.split_dense(shared, self.world_size, rank)
-            elif shared is not None:
+            elif isinstance(shared, ExpertWeights):
                 shared = sharding.split_experts(
                     shared, tensor_parts=self.world_size, tensor_part=rank
                 )
             parts = (self.expert_parts, self.tensor_parts)
             split = dataclasses.replace(params, experts=experts, shared=shared, parts=parts)
-            return self._prepared(split, plan)
+            return self._prepared(split)
 
         return sharding.place(part, self.mesh, self.param_specs)
 
-    def _prepared(self, params: LayerParams, plan: MoePlan) -> LayerParams:
-        shared = params.shared
-        shared_plan = layer_plan.shared_plan(self.local, plan)
+    def _prepared(self, params: LayerParams, donate: bool = False) -> LayerParams:
+        experts, shared = params.experts, params.shared
+        # Layouts do not depend on the dtype of x, and this one has kernels everywhere.
+        made = self.plan(1, dtype=jnp.bfloat16)
+        if made.joined and isinstance(shared, ExpertWeights):
+            if joined.obstacle(experts, shared, self.recipe) is None:
+                experts, among = joined.join(
+                    experts, shared, made.joined, made.routed, donate=donate
+                )
+                return dataclasses.replace(params, experts=experts, shared=among)
+            made = self.plan(1, dtype=jnp.bfloat16, joined=False)
+        shared_plan = layer_plan.shared_plan(self.local, made.routed)
         if isinstance(shared, ExpertWeights) and isinstance(shared_plan, MoePlan):
-            shared = shared.prepare(shared_plan)
-        return dataclasses.replace(params, experts=params.experts.prepare(plan), shared=shared)
+            shared = shared.prepare(shared_plan, donate=donate)
+        experts = experts.prepare(made.routed, donate=donate)
+        return dataclasses.replace(params, experts=experts, shared=shared)
 
     def param_specs(self, params: LayerParams) -> LayerParams:
         """Returns the ``PartitionSpec`` of each array of prepared parameters, as ``in_specs``."""
@@ -251,6 +280,8 @@ class MoELayer:
         shared: Any = params.shared
         if isinstance(shared, DenseExpert):
             shared = sharding.dense_spec(shared, self.axes)
+        elif isinstance(shared, JoinedExpert):
+            shared = dataclasses.replace(shared, w13_input_scale=replicated)
         elif shared is not None:
             shared = sharding.experts_spec(shared, self.axes)
         return dataclasses.replace(
@@ -381,25 +412,26 @@ class MoELayer:
           params: as for :meth:`__call__`.
           token_mask: as for :meth:`__call__`.
           plan: how to run it, from :meth:`plan`; made from the arguments if not given.
+            ``plan.joined`` must be ``params.joined``.
 
         Returns:
           ``x.dtype[num_tokens, hidden]``.
         """
         layer_checks.check_local(self, params)
-        made = plan or self.plan(x.shape[0], dtype=x.dtype)
+        made = plan or self.plan(x.shape[0], dtype=x.dtype, joined=bool(params.joined))
+        layer_checks.check_joined(made, params)
+        shared = None if isinstance(params.shared, JoinedExpert) else params.shared
         if made.block is None:
             ids, weights = layer_routes.routes(self, x, params, token_mask, decode=False)
             routed = fused_moe(x, params.experts, ids, weights, plan=made.routed)
-            if params.shared is None:
+            if shared is None:
                 return routed
-            if isinstance(params.shared, DenseExpert):
+            if isinstance(shared, DenseExpert):
                 local = self.local
-                dense.check_expert(params.shared, local.hidden, local.shared_intermediate, x.dtype)
-            shared = self._shared_of_many(x, params.shared, made.routed)
-            return (routed.astype(jnp.float32) + shared).astype(x.dtype)
-        block = functools.partial(
-            moe_block, x, params.experts, shared=params.shared, plan=made.block
-        )
+                dense.check_expert(shared, local.hidden, local.shared_intermediate, x.dtype)
+            added = self._shared_of_many(x, shared, made.routed)
+            return (routed.astype(jnp.float32) + added).astype(x.dtype)
+        block = functools.partial(moe_block, x, params.experts, shared=shared, plan=made.block)
         if made.block.router:
             router = layer_routes.in_block(self, params)
             return block(router=router, token_mask=token_mask).out

@@ -13,7 +13,9 @@ from jax_b12x import comm
 from jax_b12x.moe import checks, dense, planner, sharding
 from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.geometry import BLOCK
+from jax_b12x.moe.joined import JoinedExpert
 from jax_b12x.moe.layer_params import LayerParams
+from jax_b12x.moe.layer_plan import LayerPlan
 from jax_b12x.moe.recipe import Activation, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
 
@@ -173,6 +175,20 @@ def check_local(layer: MoELayer, params: LayerParams) -> None:
     _check_params(layer, params, local.num_experts, local.intermediate, local.shared_intermediate)
 
 
+def check_joined(made: LayerPlan, params: LayerParams) -> None:
+    """Checks that a plan is for parameters that hold the shared expert as these do.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if made.joined != params.joined:
+        raise ValueError(
+            f"plan.joined is {made.joined}, but params.joined is {params.joined}: make the plan "
+            f"with layer.plan(num_tokens, joined={bool(params.joined)}), or prepare the parameters "
+            "with layer.prepare"
+        )
+
+
 def _check_params(
     layer: MoELayer,
     params: LayerParams,
@@ -182,7 +198,7 @@ def _check_params(
 ) -> None:
     for name, actual, expected in (
         ("params.router.shape", params.router.shape, (layer.num_experts, layer.hidden)),
-        ("params.experts.num_experts", params.experts.num_experts, experts),
+        ("params.experts.num_experts", params.experts.num_experts, experts + params.joined),
         ("params.experts.hidden", params.experts.hidden, layer.hidden),
         ("params.experts.intermediate", params.experts.intermediate, intermediate),
         ("params.experts.format", params.experts.format, layer.weight_format),
@@ -211,6 +227,17 @@ def _check_params(
 
 
 def _check_shared(layer: MoELayer, params: LayerParams, intermediate: int) -> None:
+    if isinstance(params.shared, JoinedExpert):
+        local = layer.local
+        why = local.join_obstacle or ("overlap is 'off'" if layer.overlap == "off" else None)
+        if why is None and params.joined != local.joined:
+            why = f"here it would be {local.joined} of them"
+        if why is not None:
+            raise ValueError(
+                f"params.shared is joined to the routed experts as {params.joined} of them, which "
+                f"does not go with this layer: {why}; call layer.prepare(params.unprepare())"
+            )
+        return
     kind = DenseExpert if layer.shared_format == "dense" else ExpertWeights
     if not isinstance(params.shared, kind):
         raise ValueError(

@@ -31,7 +31,8 @@ def explain(layer: MoELayer, made: LayerPlan) -> str:
         f"{local.intermediate}"
         + (f", shared {local.shared_intermediate}" if layer.shared_intermediate else ""),
         f"  routed experts  {made.routed.implementation}, overlap {made.routed.overlap}",
-        f"  shared expert   {layer.shared_format if layer.shared_intermediate else 'none'}",
+        f"  shared expert   {layer.shared_format if layer.shared_intermediate else 'none'}"
+        + (", joined to the routed ones" if made.joined else ""),
         f"  order           {made.order}",
         f"  reduction       {reduction}",
         *(["  because"] if made.reasons else []),

@@ -57,8 +57,21 @@ def routes(
       decode: whether the tokens are few, so that one launch beats XLA's products.
 
     Returns:
-      ``topk_ids`` and ``topk_weights``, of ``layer.local.top_k`` columns.
+      ``topk_ids`` and ``topk_weights``, of ``layer.local.top_k`` columns and one for each expert
+      that a joined shared expert is.
     """
+    ids, weights = _routed(layer, x, params, token_mask, decode=decode)
+    return routing.with_joined(ids, weights, layer.local.num_experts, params.joined)
+
+
+def _routed(
+    layer: MoELayer,
+    x: jax.Array,
+    params: LayerParams,
+    token_mask: jax.Array | None,
+    *,
+    decode: bool,
+) -> tuple[jax.Array, jax.Array]:
     if layer.router == "softmax" or layer.router == "sigmoid":
         route = routing.route if decode and fits_kernel(layer) else routing.route_reference
         ids, weights, _ = route(

@@ -15,6 +15,7 @@ that one thread gets both. Sizes that do not fill tiles are padded with zeros.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -38,26 +39,49 @@ def tiles(rows: int, columns: int) -> tuple[int, int]:
 
 
 @functools.partial(jax.jit, static_argnames="gated")
-def pack(packed: jax.Array, scale: jax.Array, *, gated: bool) -> jax.Array:
+def pack(
+    packed: jax.Array,
+    scale: jax.Array,
+    *,
+    gated: bool,
+    behind: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
     """Repacks one matrix of all experts, an expert at a time so that little memory is needed.
 
     Args:
       packed: ``uint8[num_experts, rows, columns // 2]``.
       scale: ``[num_experts, rows, columns // block]``, 8 bits each, ``block`` 16 or 32.
       gated: the matrix is w13: the first half of its rows are gates, the second half are ups.
+      behind: ``packed`` and ``scale`` of more experts, which follow these.
 
     Returns:
       ``uint8[num_experts, row_tiles, column_tiles, 1152]``.
     """
-    bits = lax.bitcast_convert_type(scale, jnp.uint8)
-    one = jax.eval_shape(functools.partial(_pack_expert, gated=gated), packed[0], bits[0])
-    out = jnp.zeros((packed.shape[0], *one.shape), jnp.uint8)
+    parts = [(packed, scale), *([] if behind is None else [behind])]
+    one = jax.eval_shape(_pack_expert_of(packed, scale, gated), 0)
+    tiled = jnp.zeros((sum(codes.shape[0] for codes, _ in parts), *one.shape), jnp.uint8)
+    first = 0
+    for codes, scales in parts:
+        pack_one = _pack_expert_of(codes, scales, gated)
 
-    def step(expert: jax.Array, out: jax.Array) -> jax.Array:
-        return out.at[expert].set(_pack_expert(packed[expert], bits[expert], gated=gated))
+        def step(
+            expert: jax.Array,
+            out: jax.Array,
+            first: int = first,
+            pack_one: Callable[[jax.Array], jax.Array] = pack_one,
+        ) -> jax.Array:
+            return out.at[first + expert].set(pack_one(expert))
 
-    tiled: jax.Array = lax.fori_loop(0, packed.shape[0], step, out)
+        tiled = lax.fori_loop(0, codes.shape[0], step, tiled)
+        first += codes.shape[0]
     return tiled
+
+
+def _pack_expert_of(
+    packed: jax.Array, scale: jax.Array, gated: bool
+) -> Callable[[jax.Array], jax.Array]:
+    bits = lax.bitcast_convert_type(scale, jnp.uint8)
+    return lambda expert: _pack_expert(packed[expert], bits[expert], gated=gated)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "columns", "gated", "scale_dtype"))

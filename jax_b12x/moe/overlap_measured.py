@@ -1,8 +1,9 @@
-"""Where split decode beside the shared expert was measured to win over fused decode.
+"""What a shared expert costs beside fused and split decode, and joined to the routed experts.
 
-``layer_plan.py`` looks here, for recipes that quantize activations, on the device that was measured
-(an H200). ``python -m jax_b12x bench layer`` measures; a shape that is not here counts as not
-measured, and is launched fused.
+``layer_plan.py`` looks here, on the device that was measured (an H200): recipes that quantize
+activations go by it for fused or split decode, a packed shared expert for whether it is joined.
+``python -m jax_b12x bench layer`` measures; a shape that is not here counts as not measured: it is
+launched fused, and joined where that is possible.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class OverlapTimes:
       fused: shared and routed experts with fused decode, overlapped as far as that allows.
       split: with split decode, the shared expert beside it.
       date: when, ISO 8601.
+      joined: with the shared expert among the routed ones; ``None`` where it cannot be.
     """
 
     fused: float
     split: float
     date: str
+    joined: float | None = None
 
 
 # By case, then by number of tokens; `tools/measured_overlap.py` writes it from
@@ -101,11 +104,29 @@ def lookup(
       The number of tokens that was measured and its times; ``None`` where nothing was measured for
       just this case on such a device.
     """
-    if (device.sm, device.sm_count) != _MEASURED_ON:
-        return None
-    rows = measured.get(case, {})
+    rows = _rows(case, device, measured)
     return min(
         ((tokens, times) for tokens, times in rows.items() if tokens >= num_tokens),
         key=lambda row: row[0],
         default=None,
     )
+
+
+def joined_rows(
+    case: OverlapCase,
+    device: DeviceCapability,
+    measured: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = MEASURED,
+) -> dict[int, OverlapTimes]:
+    """Returns what was measured of a case with the shared expert joined, by number of tokens."""
+    rows = _rows(case, device, measured)
+    return {tokens: times for tokens, times in rows.items() if times.joined is not None}
+
+
+def _rows(
+    case: OverlapCase,
+    device: DeviceCapability,
+    measured: Mapping[OverlapCase, Mapping[int, OverlapTimes]],
+) -> Mapping[int, OverlapTimes]:
+    if (device.sm, device.sm_count) != _MEASURED_ON:
+        return {}
+    return measured.get(case, {})

@@ -115,7 +115,7 @@ class ExpertWeights:
         repacked: dict[str, jax.Array] = {}
         for name, gated in (("w13", True), ("w2", False)):
             packed, scale = getattr(self, name), getattr(self, f"{name}_scale")
-            _check_block_scales(f"{name}_scale", scale)
+            check_block_scales(f"{name}_scale", scale)
             repacked[name] = layout_sm90.pack(packed, scale, gated=gated)
             repacked[f"{name}_scale"] = jnp.zeros((self.num_experts, 0), scale.dtype)
             if donate:
@@ -346,7 +346,7 @@ def _block_scale(name: str, array: ArrayLike, format: WeightFormat) -> jax.Array
     return array
 
 
-def _check_block_scales(name: str, scale: jax.Array) -> None:
+def check_block_scales(name: str, scale: jax.Array) -> None:
     """Refuses block scales that are negative or NaN; there is no looking while tracing."""
     if isinstance(scale, jax.core.Tracer):
         return
