@@ -95,10 +95,10 @@ def test_it_runs_on_a_cpu(tmp_path, capsys):
 
 
 def test_it_runs_over_two_cpu_devices(tmp_path, capsys):
-    report = bench(
-        tmp_path, "--tokens", "2", "--ranks", "2", "--shared", "dense", "--recipes", "nvfp4"
-    )
-    for case, row in report.rows():
+    report = bench(tmp_path, "--tokens", "2", "--ranks", "2", "--recipes", "nvfp4")
+    rows = list(report.rows())
+    assert [case["shared_format"] for case, _ in rows] == ["dense", "nvfp4"]
+    for case, row in rows:
         assert (case["ranks"], case["intermediate"]) == (2, 32)
         assert list(row) == ["step", "experts", "all_reduce", "layer", "psum"]
     assert "x parts" in capsys.readouterr().out

@@ -155,8 +155,11 @@ class _Bench:
         with concurrent.futures.ThreadPoolExecutor() as threads:
             for shared_format in args.shared:
                 params = layer_data.with_shared(self.base, self.params, shared_format, args.seed)
-                joins = shared_format == "nvfp4" and args.ranks == 1
+                of_format = dataclasses.replace(self.base, shared_format=shared_format)
+                joins = of_format.local.join_obstacle is None
                 joined = layer_data.joined(self.base, params) if joins else params
+                if args.ranks > 1:
+                    params = joined
                 for recipe in args.recipes:
                     layer = dataclasses.replace(
                         self.base, recipe=recipe, shared_format=shared_format

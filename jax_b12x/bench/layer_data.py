@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jax_b12x import capability, moe
 from jax_b12x.bench import data
@@ -70,14 +71,25 @@ def joined(layer: moe.MoELayer, chain: list[moe.LayerParams]) -> list[moe.LayerP
     """Returns the parameters with packed shared experts joined to the routed ones, in new memory.
 
     Args:
-      layer: without a mesh.
+      layer: whose shared expert can be joined.
       chain: from :func:`with_shared`.
     """
     made = dataclasses.replace(layer, shared_format="nvfp4").plan(1, joined=True)
+    mesh = layer.mesh
+    replicated: Any = PartitionSpec()
+
+    def spec(part: tuple[moe.ExpertWeights, moe.JoinedExpert]) -> Any:
+        own = dataclasses.replace(part[1], w13_input_scale=replicated)
+        return sharding.experts_spec(part[0], layer.axes), own
 
     def one(params: moe.LayerParams) -> moe.LayerParams:
         assert isinstance(params.shared, moe.ExpertWeights)
-        both = joined_expert.join(params.experts, params.shared, made.joined, made.routed)
+        apart = params.experts, params.shared
+        if mesh is not None:
+            apart = jax.tree.map(lambda array: array.addressable_shards[0].data, apart)
+        both = joined_expert.join(*apart, made.joined, made.routed)
+        if mesh is not None:
+            both = sharding.place(functools.partial(_everywhere, both), mesh, spec)
         return dataclasses.replace(params, experts=both[0], shared=both[1])
 
     return [one(params) for params in chain]
