@@ -50,6 +50,11 @@ def test_where_the_shared_expert_is_joined_the_fastest_of_three_counts():
         assert layer.figures(row)["over_longest"] == pytest.approx(fastest / 30)
 
 
+def test_split_decode_does_not_count_for_a_recipe_that_layers_launch_fused():
+    ((_, row),) = report_of({1: ALONE}, recipe="w4a16").rows()
+    assert layer.figures(row)["over_longest"] == pytest.approx(36 / 30)
+
+
 def test_a_split_layer_is_compared_with_its_parts():
     split = {"step": 1.0, "experts": 21.0, "all_reduce": 5.0, "layer": 28.0, "psum": 50.0}
     ((_, row),) = report_of({1: split}, ranks=2).rows()

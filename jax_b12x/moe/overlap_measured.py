@@ -66,11 +66,11 @@ MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {
         shared_format="dense",
         shared_intermediate=1408,
     ): {
-        1: OverlapTimes(fused=63.6, split=65.1, date="2026-11-30"),
-        2: OverlapTimes(fused=87.3, split=87.9, date="2026-11-30"),
-        4: OverlapTimes(fused=128.0, split=124.5, date="2026-11-30"),
-        7: OverlapTimes(fused=172.8, split=168.9, date="2026-11-30"),
-        8: OverlapTimes(fused=208.1, split=194.2, date="2026-11-30"),
+        1: OverlapTimes(fused=51.7, split=49.1, date="2026-11-30", joined=None),
+        2: OverlapTimes(fused=75.2, split=73.8, date="2026-11-30", joined=None),
+        4: OverlapTimes(fused=114.7, split=113.1, date="2026-11-30", joined=None),
+        7: OverlapTimes(fused=167.4, split=164.8, date="2026-11-30", joined=None),
+        8: OverlapTimes(fused=184.7, split=173.7, date="2026-11-30", joined=None),
     },
     OverlapCase(
         recipe="nvfp4",
@@ -81,11 +81,26 @@ MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {
         shared_format="nvfp4",
         shared_intermediate=1408,
     ): {
-        1: OverlapTimes(fused=63.6, split=62.8, date="2026-11-30"),
-        2: OverlapTimes(fused=91.4, split=88.6, date="2026-11-30"),
-        4: OverlapTimes(fused=134.4, split=127.7, date="2026-11-30"),
-        7: OverlapTimes(fused=183.9, split=175.2, date="2026-11-30"),
-        8: OverlapTimes(fused=219.5, split=203.3, date="2026-11-30"),
+        1: OverlapTimes(fused=51.1, split=50.0, date="2026-11-30", joined=40.0),
+        2: OverlapTimes(fused=78.2, split=77.3, date="2026-11-30", joined=67.3),
+        4: OverlapTimes(fused=120.8, split=118.5, date="2026-11-30", joined=107.2),
+        7: OverlapTimes(fused=178.1, split=170.6, date="2026-11-30", joined=160.4),
+        8: OverlapTimes(fused=190.1, split=180.4, date="2026-11-30", joined=167.6),
+    },
+    OverlapCase(
+        recipe="w4a16",
+        hidden=4096,
+        intermediate=1408,
+        num_experts=128,
+        top_k=8,
+        shared_format="nvfp4",
+        shared_intermediate=1408,
+    ): {
+        1: OverlapTimes(fused=48.1, split=46.1, date="2026-11-30", joined=38.9),
+        2: OverlapTimes(fused=73.0, split=70.6, date="2026-11-30", joined=61.9),
+        4: OverlapTimes(fused=111.4, split=107.5, date="2026-11-30", joined=98.6),
+        7: OverlapTimes(fused=159.1, split=157.4, date="2026-11-30", joined=146.8),
+        8: OverlapTimes(fused=170.1, split=164.5, date="2026-11-30", joined=155.0),
     },
 }
 
