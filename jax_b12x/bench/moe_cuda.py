@@ -77,8 +77,9 @@ def measure(args: argparse.Namespace, progress: Progress) -> list[Measurement]:
             dense = [_random_dense(rng, args.experts, hidden, intermediate) for _ in range(2)]
             for case in cases:
                 progress(f"{hidden} x {intermediate}, {case.num_tokens} tokens, {name}")
-                layer = functools.partial(_dense_layer, dot)
-                measurements.append(case.time(f"{name} bf16", layer, dense, args.seconds))
+                # Traced once: a Pallas kernel takes a second for each call of a chain otherwise.
+                once: Layer = jax.jit(functools.partial(_dense_layer, dot))
+                measurements.append(case.time(f"{name} bf16", once, dense, args.seconds))
             del dense
     return measurements
 
