@@ -35,7 +35,6 @@ class MoeDecode : public DecodeOutput<Recipe> {
   using Base::owner;
   using Base::p;
   using Base::tables;
-  using typename Base::Factors;
   using typename Base::Math;
 
  public:
@@ -48,7 +47,25 @@ class MoeDecode : public DecodeOutput<Recipe> {
       : Base(params, shared),
         warp(threadIdx.x >> 5),
         base(ptx::smem_address(shared)),
-        ring(base + p.plan.shared.ring, base + p.plan.shared.ring_barriers, p.geometry.stages) {}
+        ring(p.plan.ring, base + p.plan.shared.ring, base + p.plan.shared.ring_barriers) {}
+
+  // What the warps have to know of a product.
+  struct Product {
+    const TeamShape& shape;
+    int row_tiles, k_tiles;
+    UnitShare share;
+  };
+  template <int kProduct>
+  __device__ __forceinline__ Product view_of() const {
+    const MoeDecodeShape& shape = p.plan.shape;
+    const int row_tiles = kProduct == 1 ? shape.fc1_row_tiles : shape.fc2_row_tiles;
+    const int run = kProduct == 1 ? kFc1Run : 1;
+    const UnitShare share = kProduct == 2 && owner
+                                ? UnitShare{0, 0, items(), this->owned_tiles() * items(), 1}
+                                : UnitShare::of_grid(items() * row_tiles, row_tiles, run);
+    return {kProduct == 1 ? p.plan.fc1 : p.plan.fc2, row_tiles,
+            kProduct == 1 ? shape.fc1_k_tiles : shape.fc2_k_tiles, share};
+  }
 
   // Warps have roles; a role's steps are to be run by its warps alone.
   __device__ __forceinline__ bool is_multiplier() const { return warp < kMoeDecodeWarps; }
@@ -92,8 +109,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
 
   // Product 1 is h = activation(x * w13), 2 is y = h * w2, for every row.
   template <int kProduct>
-  __device__ __forceinline__ void multiply() {
-    const Product it = view_of<kProduct>();
+  __device__ __forceinline__ void multiply(const Product& it) {
     // Few chunks of activations stay in registers; more come anew for each unit.
     switch (it.shape.chunks) {
       case 1:
@@ -107,16 +123,16 @@ class MoeDecode : public DecodeOutput<Recipe> {
     }
   }
 
-  // The finishers: bring near what is needed later and is little.
+  // The finishers: bring near what is needed later and is little, and not behind many weights.
   __device__ __forceinline__ void begin_finishing() {
     sync_all();
+    prepare_finishing();
+  }
+  __device__ __forceinline__ void prepare_finishing() {
     const int thread = threadIdx.x - 32 * (kRequester + 1);
 #pragma unroll 1
     for (int i = thread; i < items(); i += 32 * kMoeFinishWarps) {
-      const int e = WorkItem::unpack(tables().items[i]).expert;
-      if (kHasFc1) ptx::prefetch_to_l2(p.w13_global + 2 * e);
-      if (kHasFc2) ptx::prefetch_to_l2(p.w2_global + e);
-      if (Recipe::kQuantized) ptx::prefetch_to_l2(p.w2_input + e);
+      this->store_factors(i);
     }
     if (kHasFc2) {
 #pragma unroll 1
@@ -124,12 +140,38 @@ class MoeDecode : public DecodeOutput<Recipe> {
         tables().pair_weight[i] = p.topk_weights[i];
       }
     }
+    sync_finishers();
   }
 
-  // Add up and finish what the multipliers hand on.
+  // The finishers: add up and finish what the multipliers hand on.
   template <int kProduct>
-  __device__ __forceinline__ void finish() {
-    finish_units<kProduct>(view_of<kProduct>());
+  __device__ __forceinline__ void finish(const Product& it) {
+    // A barrier tells only its last two phases apart. So many walkers that each has seen, or taken,
+    // a team's sum number n - kMoeReduceStages before it waits for number n.
+    constexpr int kWalkers = kMoeFinishWarps;
+    static_assert(kWalkers * (kProduct == 1 ? kFc1Run : 1) <= kMoeReduceStages);
+    const int walker = warp - kRequester - 1, units = it.share.units;
+    UnitWalk unit = UnitWalk::of(it.share, kWalkers, walker);
+    if (unit.index >= units) return;
+    const TeamSums sums = this->sums(kProduct);
+    int team = walker;
+    uint32_t count = 0;
+    float held[2] = {0.0f, 0.0f};
+#pragma unroll 1
+    while (unit.index < units) {
+#pragma unroll 1
+      for (; team >= it.shape.teams; team -= it.shape.teams) count += it.share.run;
+      const UnitWalk before = unit;
+      unit.next();
+      float acc[4];
+      sums.take(acc, it.shape, team, count + (before.ends_run() ? it.share.run - 1 : 0), lane);
+      if constexpr (kProduct == 1) {
+        this->finish_fc1(before, acc, held);
+      } else {
+        this->finish_fc2(before, acc);
+      }
+      if (before.ends_run()) team += kWalkers;
+    }
   }
 
   // Only the tables that finish_expert() reads.
@@ -153,24 +195,6 @@ class MoeDecode : public DecodeOutput<Recipe> {
   __device__ __forceinline__ TeamSums sums(int product) const {
     return TeamSums(base + p.plan.shared.reduce,
                     base + p.plan.shared.reduce_barriers + (product - 1) * TeamSums::kBarrierBytes);
-  }
-
-  // What the warps have to know of a product.
-  struct Product {
-    const TeamShape& shape;
-    int row_tiles, k_tiles;
-    UnitShare share;
-  };
-  template <int kProduct>
-  __device__ __forceinline__ Product view_of() const {
-    const MoeDecodeShape& shape = p.plan.shape;
-    const int row_tiles = kProduct == 1 ? shape.fc1_row_tiles : shape.fc2_row_tiles;
-    const int run = kProduct == 1 ? kFc1Run : 1;
-    const UnitShare share = kProduct == 2 && owner
-                                ? UnitShare{0, 0, items(), this->owned_tiles() * items(), 1}
-                                : UnitShare::of_grid(items() * row_tiles, row_tiles, run);
-    return {kProduct == 1 ? p.plan.fc1 : p.plan.fc2, row_tiles,
-            kProduct == 1 ? shape.fc1_k_tiles : shape.fc2_k_tiles, share};
   }
 
   // Requests a product's weights: each lane its team's. Run by one warp.
@@ -240,11 +264,10 @@ class MoeDecode : public DecodeOutput<Recipe> {
     // Every warp goes through the stages of all steps; this warp's team has the units of the first.
     const int steps = it.share.units_of(it.shape.teams, 0);
     const int mine = it.shape.idle >> warp & 1 ? 0 : it.share.units_of(it.shape.teams, team);
-    UnitWalk unit = UnitWalk::of(it.share, it.shape.teams, team);
     uint32_t count = 0;
 #pragma unroll 1
-    while (count < mine) {
-      // Units of the same activations.
+    while (static_cast<int>(count) < mine) {
+      const UnitRun unit = UnitRun::of(it.share, it.shape.teams, team, count);
       const char* row = rows + activation_row<kProduct>(unit) * row_bytes;
       uint4 b[kHeld][4];
       auto load = [&](uint4(&to)[4], int chunk) {
@@ -253,17 +276,11 @@ class MoeDecode : public DecodeOutput<Recipe> {
       };
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) load(b[k], k);
-      uint32_t end = count;
-      if (kProduct == 1 && p.num_tokens == 1) {
-        end = mine;
-      } else {
-        const int major = unit.major, minor = unit.minor;
-#pragma unroll 1
-        do {
-          unit.next();
-          ++end;
-        } while (end < mine &&
-                 (kProduct == 2 && owner ? unit.minor == minor : unit.major == major));
+      // Units of the same activations.
+      uint32_t end = mine;
+      if (kProduct == 2 || p.num_tokens > 1) {
+        const int runs = kProduct == 2 && owner ? 1 : unit.runs_of_major(it.share, it.shape.teams);
+        end = min(mine, static_cast<int>(count) + runs * it.share.run);
       }
 #pragma unroll 1
       for (; count < end; ++count) {
@@ -314,46 +331,12 @@ class MoeDecode : public DecodeOutput<Recipe> {
     ring.release(0, lane);
   }
 
-  // Adds up and finishes this warp's units of a product.
-  template <int kProduct>
-  __device__ __forceinline__ void finish_units(const Product& it) {
-    // A barrier tells only its last two phases apart. So many walkers that each has seen, or taken,
-    // a team's sum number n - kMoeReduceStages before it waits for number n.
-    constexpr int kWalkers = kProduct == 1 && kFc1Run == 2 ? 2 : kMoeFinishWarps;
-    static_assert(kWalkers * (kProduct == 1 ? kFc1Run : 1) <= kMoeReduceStages);
-    const int walker = warp - kRequester - 1, units = it.share.units;
-    UnitWalk unit = UnitWalk::of(it.share, kWalkers, walker);
-    if (walker >= kWalkers || unit.index >= units) return;
-    const TeamSums sums = this->sums(kProduct);
-    int team = walker;
-    uint32_t count = 0;
-    float held[2] = {0.0f, 0.0f};
-    Factors factors = this->template factors_of<kProduct>(unit);
-#pragma unroll 1
-    while (unit.index < units) {
-#pragma unroll 1
-      for (; team >= it.shape.teams; team -= it.shape.teams) count += it.share.run;
-      const UnitWalk before = unit;
-      unit.next();
-      Factors next{};
-      if (unit.index < units) next = this->template factors_of<kProduct>(unit);
-      float acc[4];
-      sums.take(acc, it.shape, team, count + (before.ends_run() ? it.share.run - 1 : 0), lane);
-      if constexpr (kProduct == 1) {
-        this->finish_fc1(before, factors, acc, held);
-      } else {
-        this->finish_fc2(before, factors, acc);
-      }
-      factors = next;
-      if (before.ends_run()) team += kWalkers;
-    }
-  }
-
   // The row of activations that this lane multiplies. Lanes without a token take the last token's:
   // their columns of the product are thrown away.
   template <int kProduct>
-  __device__ __forceinline__ int activation_row(const UnitWalk& unit) const {
-    const WorkItem item = this->template item_of<kProduct>(unit);
+  __device__ __forceinline__ int activation_row(const UnitRun& unit) const {
+    const int index = kProduct == 2 && owner ? unit.minor : unit.major;
+    const WorkItem item = WorkItem::unpack(tables().items[index]);
     const int row = item.first_row + min(lane >> 2, item.rows - 1);
     return kProduct == 1 ? tables().row_token[row] : row;
   }

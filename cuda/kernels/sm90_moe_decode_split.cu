@@ -13,7 +13,7 @@ template <typename Recipe>
 __global__ void __launch_bounds__(kMoeDecodeThreads, 1)
     sm90_moe_decode_quantize(const __grid_constant__ MoeDecodeParams params) {
   ptx::launch_dependents();
-  quantize_input_share(params);
+  quantize_input_share<kMoeDecodeThreads>(params, threadIdx.x);
 }
 
 template <typename Recipe>
@@ -25,11 +25,11 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
   if (decode.is_multiplier()) {
     decode.begin_multiplying();
     if (Recipe::kQuantized && !params.plan.input_in_shared) ptx::wait_for_prior_kernel();
-    decode.template multiply<1>();
+    decode.template multiply<1>(decode.template view_of<1>());
   } else {
     if (decode.is_requester()) return decode.request();
     decode.begin_finishing();
-    decode.template finish<1>();
+    decode.template finish<1>(decode.template view_of<1>());
   }
 }
 
@@ -41,14 +41,16 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
   MoeDecode<Recipe, DecodePart::kFc2> decode(params, shared);
   if (decode.is_multiplier()) {
     decode.begin_multiplying();
+    const auto second = decode.template view_of<2>();
     ptx::wait_for_prior_kernel();
-    decode.template multiply<2>();
+    decode.template multiply<2>(second);
   } else {
     if (decode.is_requester()) return decode.request();
     decode.begin_finishing();
     // What an earlier kernel reads must not be written before it has ended.
+    const auto second = decode.template view_of<2>();
     ptx::wait_for_prior_kernel();
-    decode.template finish<2>();
+    decode.template finish<2>(second);
     if (params.geometry.fc2_order == Fc2Order::kOwner) decode.finish_owner();
   }
 }

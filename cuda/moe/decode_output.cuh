@@ -36,11 +36,13 @@ class DecodeOutput {
 #pragma unroll 1
       for (int token = thread >> 4; token < p.num_tokens; token += 2 * kMoeFinishWarps) {
         float total = 0.0f;
-#pragma unroll 1
+#pragma unroll 4
         for (int s = 0; s < p.top_k; ++s) {
           const uint32_t y_row = t.pair_row[token * p.top_k + s];
-          if (y_row == kNoRow) continue;
-          total = __fmaf_rn(t.pair_weight[token * p.top_k + s], y[y_row * 16], total);
+          const bool routed = y_row != kNoRow;
+          const float value = routed ? y[y_row * 16] : 0.0f;
+          const float weight = t.pair_weight[token * p.top_k + s];
+          if (routed) total = __fmaf_rn(weight, value, total);
         }
         if (row < p.hidden) store_out(token, row, valid ? total : __uint_as_float(kNanBits));
       }
@@ -81,6 +83,7 @@ class DecodeOutput {
   __device__ __forceinline__ WorkTables tables() const {
     const MoeDecodeSharedLayout& s = p.plan.shared;
     WorkTables t;
+    t.factors = reinterpret_cast<float4*>(memory + s.factors);
     t.items = reinterpret_cast<uint32_t*>(memory + s.items);
     t.pair_weight = reinterpret_cast<float*>(memory + s.pair_weight);
     t.pair_row = reinterpret_cast<uint16_t*>(memory + s.pair_row);
@@ -108,39 +111,31 @@ class DecodeOutput {
     return static_cast<int>(blockIdx.x + index * gridDim.x);
   }
 
-  // What the sums of an expert are multiplied with, and the scale that its intermediate is
-  // quantized with.
-  struct Factors {
-    float first, second;  // gate and up, or down and nothing
-    float intermediate;
-  };
-
-  template <int kProduct>
-  __device__ __forceinline__ Factors factors_of(const UnitWalk& unit) const {
-    const int e = item_of<kProduct>(unit).expert;
-    Factors f{1.0f, 1.0f, 1.0f};
-    if constexpr (Recipe::kQuantized) f.intermediate = p.w2_input[e];
-    if constexpr (kProduct == 1) {
-      const float2 scales = *reinterpret_cast<const float2*>(p.w13_global + 2 * e);
-      const float input = Recipe::kQuantized ? usable_global_scale(*p.w13_input) : 1.0f;
-      f.first = __fmul_rn(input, scales.x);
-      f.second = __fmul_rn(input, scales.y);
-    } else {
-      f.first = p.w2_global[e];
-      if constexpr (Recipe::kQuantized) {
-        f.first = __fmul_rn(usable_global_scale(f.intermediate), f.first);
-      }
+  // What the sums of an item are multiplied with (gate, up, down), and the scale that its
+  // intermediate is quantized with.
+  __device__ __forceinline__ void store_factors(int item) const {
+    const int e = WorkItem::unpack(tables().items[item]).expert;
+    const float2 first = *reinterpret_cast<const float2*>(p.w13_global + 2 * e);
+    float4 f{first.x, first.y, p.w2_global[e], 1.0f};
+    if constexpr (Recipe::kQuantized) {
+      const float input = usable_global_scale(*p.w13_input);
+      f.w = p.w2_input[e];
+      f.x = __fmul_rn(input, f.x);
+      f.y = __fmul_rn(input, f.y);
+      f.z = __fmul_rn(usable_global_scale(f.w), f.z);
     }
-    f.first *= Math::kProductScale;  // a power of two: exact
-    f.second *= Math::kProductScale;
-    return f;
+    f.x *= Math::kProductScale;  // a power of two: exact
+    f.y *= Math::kProductScale;
+    f.z *= Math::kProductScale;
+    tables().factors[item] = f;
   }
 
   // Sums of 8 intermediate columns (gate in acc[0..1], up in acc[2..3]; tokens 2 t and 2 t + 1) ->
   // h.
-  __device__ __forceinline__ void finish_fc1(const UnitWalk& unit, const Factors& factors,
-                                             const float (&acc)[4], float (&held)[2]) {
+  __device__ __forceinline__ void finish_fc1(const UnitWalk& unit, const float (&acc)[4],
+                                             float (&held)[2]) {
     const WorkItem item = item_of<1>(unit);
+    const float4 factors = tables().factors[unit.major];
     const int row_tile = unit.minor;
     const int g = lane >> 2, t = lane & 3;
     const int column = row_tile * 8 + g;
@@ -155,8 +150,8 @@ class DecodeOutput {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       h[i] = activate(p.activation, p.alpha, p.limit,
-                      __fadd_rn(__fmul_rn(acc[i], factors.first), gate_bias),
-                      __fadd_rn(__fmul_rn(acc[2 + i], factors.second), up_bias));
+                      __fadd_rn(__fmul_rn(acc[i], factors.x), gate_bias),
+                      __fadd_rn(__fmul_rn(acc[2 + i], factors.y), up_bias));
     }
     const int width = p.plan.shape.fc2_k_tiles * kTileColumns;
     uint16_t* out = static_cast<uint16_t*>(p.h) + static_cast<int64_t>(item.first_row) * width;
@@ -173,7 +168,7 @@ class DecodeOutput {
         for (int step = 4; step < 32; step *= 2) {
           amax = max_or_nan(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
         }
-        const Nvfp4Block block = Nvfp4Block::of(amax, factors.intermediate);
+        const Nvfp4Block block = Nvfp4Block::of(amax, factors.w);
         if (2 * t + i < item.rows) {
           uint16_t* row = out + (2 * t + i) * width + column;
           row[-8] = from_float(block.round(held[i]), false);
@@ -197,9 +192,9 @@ class DecodeOutput {
     }
   }
 
-  __device__ __forceinline__ void finish_fc2(const UnitWalk& unit, const Factors& factors,
-                                             const float (&acc)[4]) {
+  __device__ __forceinline__ void finish_fc2(const UnitWalk& unit, const float (&acc)[4]) {
     const WorkItem item = item_of<2>(unit);
+    const float factor = tables().factors[fc2_item(unit)].z;
     const int g = lane >> 2, t = lane & 3;
     const int first = fc2_row_tile(unit) * 16;
 #pragma unroll
@@ -207,7 +202,7 @@ class DecodeOutput {
       const int column = g + (i / 2) * 8;
       const int token = 2 * t + (i & 1);
       if (token >= item.rows) continue;
-      float y = __fmul_rn(acc[i], factors.first);
+      float y = __fmul_rn(acc[i], factor);
       if (p.w2_bias != nullptr && first + column < p.hidden) {
         y = __fadd_rn(y, p.w2_bias[static_cast<int64_t>(item.expert) * p.hidden + first + column]);
       }

@@ -38,11 +38,11 @@ inline constexpr int kMoeMaxExperts = 1024;
 inline constexpr int kMoeTileBytes = 1152;
 inline constexpr int kMoeStageBytes = kMoeDecodeWarps * kMoeTileBytes;  // a tile for every warp
 inline constexpr int kMoeTokenGroup = 8;    // tokens that one pass over a weight tile serves
-inline constexpr int kMoeReduceStages = 4;  // partial sums in flight a team
+inline constexpr int kMoeReduceStages = 8;  // partial sums in flight a team
 
 // Up to so many tokens, quantizing x once a CTA is cheaper than meeting all other CTAs to share the
 // work.
-inline constexpr int kMoeSharedInputTokens = 8;
+inline constexpr int kMoeSharedInputTokens = 1;
 
 // Tile counts of the padded matrices.
 struct MoeDecodeShape {
@@ -72,6 +72,7 @@ struct MoeDecodeSharedLayout {
   int32_t input_row_bytes;
   int32_t ring_barriers;    // [full, empty][stages]
   int32_t reduce_barriers;  // [2 products][full, empty][warps][reduce stages]
+  int32_t factors;          // [items] float4
   int32_t items;            // [items] packed
   int32_t pair_weight;      // [tokens * top_k] float
   int32_t pair_row;         // [tokens * top_k] u16
@@ -96,7 +97,8 @@ inline MoeDecodeSharedLayout SharedLayoutOf(int32_t num_tokens, int32_t top_k, i
   s.input_row_bytes = shape.fc1_k_tiles * 256 + 64;
   s.ring_barriers = s.input + (input_in_shared ? num_tokens * s.input_row_bytes : 0);
   s.reduce_barriers = s.ring_barriers + 2 * geometry.stages * 8;
-  s.items = s.reduce_barriers + 4 * kMoeDecodeWarps * kMoeReduceStages * 8;
+  s.factors = s.reduce_barriers + 4 * kMoeDecodeWarps * kMoeReduceStages * 8;
+  s.items = s.factors + pairs * 16;
   s.pair_weight = s.items + pairs * 4;
   s.pair_row = s.pair_weight + pairs * 4;
   s.row_token = s.pair_row + pairs * 2;
@@ -117,11 +119,17 @@ struct TeamShape {
   uint64_t rank_of;  // its place in the team, likewise
 };
 
+struct RingShape {
+  uint32_t bytes;          // of all stages
+  uint32_t barrier_bytes;  // of their full barriers; the empty ones follow
+};
+
 // Everything that follows from shapes and geometry alone, worked out once on the host: the kernel's
 // way to its first load is short.
 struct MoeDecodePlan {
   MoeDecodeShape shape;
   TeamShape fc1, fc2;
+  RingShape ring;
   MoeDecodeSharedLayout shared;
   bool
       input_in_shared;  // nvfp4: every CTA quantizes x for itself, rather than all of them together
@@ -156,6 +164,8 @@ inline MoeDecodePlan PlanOf(int32_t num_tokens, int32_t top_k, int32_t hidden, i
   plan.shape = ShapeOf(hidden, intermediate);
   plan.fc1 = TeamShapeOf(plan.shape.fc1_k_tiles, geometry.fc1_split);
   plan.fc2 = TeamShapeOf(plan.shape.fc2_k_tiles, geometry.fc2_split);
+  plan.ring = {static_cast<uint32_t>(geometry.stages * kMoeStageBytes),
+               static_cast<uint32_t>(geometry.stages * 8)};
   plan.input_in_shared = quantized && num_tokens <= kMoeSharedInputTokens;
   plan.shared =
       SharedLayoutOf(num_tokens, top_k, hidden, intermediate, plan.input_in_shared, geometry);

@@ -54,14 +54,15 @@ __device__ __forceinline__ void quantize_input_for_this_cta(const MoeDecodeParam
   }
 }
 
-// This CTA's share of x, to global memory. Whoever reads it must wait for the whole grid.
-__device__ __forceinline__ void quantize_input_share(const MoeDecodeParams& p) {
+// This CTA's share of x, to global memory, by kThreads of its threads. Whoever reads it must wait
+// for the whole grid.
+template <int kThreads>
+__device__ __forceinline__ void quantize_input_share(const MoeDecodeParams& p, int thread) {
   const int chunks = p.plan.shape.fc1_k_tiles * (kTileColumns / 8);
   const int total = p.num_tokens * chunks;
 #pragma unroll 1
-  for (int first = blockIdx.x * kMoeDecodeThreads; first < total;
-       first += gridDim.x * kMoeDecodeThreads) {
-    const int i = first + threadIdx.x;
+  for (int first = blockIdx.x * kThreads; first < total; first += gridDim.x * kThreads) {
+    const int i = first + thread;
     const int token = divide(i, chunks), chunk = i - token * chunks;
     const uint4 v = quantized_chunk(p, i < total ? token : 0, chunk);
     if (i < total) static_cast<uint4*>(p.input)[i] = v;

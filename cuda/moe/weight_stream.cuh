@@ -54,6 +54,23 @@ struct UnitShare {
   }
 };
 
+// Where the run is that begins with a walker's unit number `count`, without a walk.
+struct UnitRun {
+  int32_t major, minor;
+
+  static __device__ __forceinline__ UnitRun of(const UnitShare& share, int walkers, int walker,
+                                               int count) {
+    const int minor = share.minor + count * walkers + walker * share.run;
+    const int carry = divide(minor, share.limit);
+    return {share.major + carry, minor - carry * share.limit};
+  }
+
+  // How many of the walker's runs, from this one on, have this major.
+  __device__ __forceinline__ int runs_of_major(const UnitShare& share, int walkers) const {
+    return divide(share.limit - 1 - minor, walkers * share.run) + 1;
+  }
+};
+
 // A walk over the units of a share, for one of several walkers: one run after another goes to one
 // walker after another.
 struct UnitWalk {
@@ -92,18 +109,15 @@ struct UnitWalk {
 // The ring. Every warp, and the one that requests, goes through all stages in order.
 class WeightRing {
  public:
-  __device__ __forceinline__ WeightRing(uint32_t ring, uint32_t barriers, int stages)
-      : ring_(ring),
-        barrier_(barriers),
-        last_barrier_(barriers + 8 * (stages - 1)),
-        empty_(8 * stages) {}
+  __device__ __forceinline__ WeightRing(const RingShape& shape, uint32_t ring, uint32_t barriers)
+      : shape_(shape), ring_(ring), barrier_(barriers) {}
 
   // Sets up the barriers; run by one thread.
   __device__ __forceinline__ void init() const {
 #pragma unroll 1
-    for (uint32_t full = barrier_; full <= last_barrier_; full += 8) {
-      ptx::mbarrier_init(full, 1);
-      ptx::mbarrier_init(full + empty_, kMoeDecodeWarps);
+    for (uint32_t stage = 0; stage < shape_.barrier_bytes; stage += 8) {
+      ptx::mbarrier_init(barrier_ + stage, 1);
+      ptx::mbarrier_init(barrier_ + stage + shape_.barrier_bytes, kMoeDecodeWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -119,13 +133,13 @@ class WeightRing {
   // engine may write there.
   __device__ __forceinline__ void release(uint32_t nothing, int lane) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier_ + empty_ + nothing);
+    if (lane == 0) ptx::mbarrier_arrive(barrier_ + shape_.barrier_bytes + nothing);
     advance();
   }
 
   // Waits for room and announces `bytes`; run by one thread.
   __device__ __forceinline__ void open(uint32_t bytes) const {
-    ptx::mbarrier_wait(barrier_ + empty_, parity_ ^ 1);
+    ptx::mbarrier_wait(barrier_ + shape_.barrier_bytes, parity_ ^ 1);
     ptx::mbarrier_arrive_expect_bytes(barrier_, bytes);
   }
 
@@ -138,17 +152,19 @@ class WeightRing {
   __device__ __forceinline__ void advance() {
     place_ += kMoeStageBytes;
     barrier_ += 8;
-    if (barrier_ > last_barrier_) {
-      barrier_ -= empty_;
+    if (place_ == shape_.bytes) {
+      barrier_ -= shape_.barrier_bytes;
       place_ = 0;
       parity_ ^= 1;
     }
   }
 
  private:
+  const RingShape& shape_;  // stays where the launch's parameters are: it takes no registers
   uint32_t ring_;
-  uint32_t place_ = 0, barrier_;  // of the stage at hand; its other barrier is `empty_` further
-  uint32_t last_barrier_, empty_, parity_ = 0;
+  uint32_t place_ = 0,
+           barrier_;  // of the stage at hand; its other barrier comes after all of these
+  uint32_t parity_ = 0;
 };
 
 }  // namespace b12x

@@ -32,6 +32,7 @@ struct WorkItem {
 };
 
 struct WorkTables {
+  float4* factors;
   uint32_t* items;
   float* pair_weight;
   uint16_t* pair_row;

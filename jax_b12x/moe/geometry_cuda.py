@@ -21,9 +21,9 @@ _MEASURED_SMS = 132
 _MAX_JOINED = 4  # experts of a joined shared one that a measured geometry still serves
 _WARPS = 16  # that multiply
 _SHARED_BYTES = 227 << 10  # of one block, on the only architecture that there are kernels for
-_REDUCE_STAGES = 4
+_REDUCE_STAGES = 8
 _TOKEN_GROUP = 8  # tokens that one pass over a weight tile serves
-_SHARED_INPUT_TOKENS = 8  # nvfp4: up to so many, every block quantizes x for itself
+_SHARED_INPUT_TOKENS = 1  # nvfp4: up to so many, every block quantizes x for itself
 _OWNER, _EXPERT = 0, 1  # Fc2Order
 
 # A warp's work besides its tiles, in tiles: handing on its sums and turning to the next unit.
@@ -205,7 +205,7 @@ def _shared_bytes(problem: _Problem, order: int, stages: int) -> int:
     if problem.quantized and problem.num_tokens <= _SHARED_INPUT_TOKENS:
         size += problem.num_tokens * (problem.fc1[1] * 256 + 64)
     size += 2 * stages * 8 + 4 * _WARPS * _REDUCE_STAGES * 8
-    size += pairs * (4 + 4 + 2 + 2)
+    size += pairs * (16 + 4 + 4 + 2 + 2)
     return _round_up(size, 16) + 128
 
 

@@ -27,6 +27,10 @@ struct float2 {
   float x, y;
 };
 
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
 namespace simt {
 struct Index {
   int x;
