@@ -248,6 +248,14 @@ def test_vmap_over_tokens_is_one_call_with_more_tokens(rng):
     assert str(jax.make_jaxpr(mapped)(*batched)).count("b12x_workspace_call[") == 1
 
 
+@pytest.mark.parametrize(("batch", "num_tokens"), [(0, 3), (2, 0)])
+def test_vmap_over_nothing_gives_nothing_of_the_right_shape(rng, batch, num_tokens):
+    x, weights, ids, topk_weights = inputs(rng, num_tokens=3)
+    empty = [jnp.zeros((batch, num_tokens, *a.shape[1:]), a.dtype) for a in (x, ids, topk_weights)]
+    out = jax.vmap(lambda x, i, t: moe.fused_moe(x, weights, i, t))(*empty)
+    assert out.shape == (batch, num_tokens, x.shape[1])
+
+
 def test_vmap_with_the_same_routes_for_all_repeats_them(rng):
     x, weights, ids, topk_weights = inputs(rng, num_tokens=6)
     out = jax.vmap(moe.fused_moe, in_axes=(0, None, None, None))(

@@ -38,7 +38,11 @@ def token_call(name: str, advice: str, run: Callable[[Any, Any], Any]) -> Callab
             return array.reshape(axis_size * array.shape[1], *array.shape[2:])
 
         out = batchable(jax.tree.map(flat, tokens, tokens_batched), weights)
-        out = jax.tree.map(lambda a: a.reshape(axis_size, -1, *a.shape[1:]), out)
+
+        # The tokens of one item are stated, not -1: from an empty batch nothing can be inferred.
+        pairs = zip(jax.tree.leaves(tokens), jax.tree.leaves(tokens_batched), strict=True)
+        num_tokens = next(a.shape[1] if batched else a.shape[0] for a, batched in pairs)
+        out = jax.tree.map(lambda a: a.reshape(axis_size, num_tokens, *a.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
     call = jax.custom_jvp(batchable)
