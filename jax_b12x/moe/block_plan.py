@@ -130,13 +130,18 @@ def plan_block(
       The plan; ``explain()`` prints it.
 
     Raises:
-      TypeError: a plan is of another type.
+      TypeError: a plan is of another type, or router is not a bool.
       ValueError: the plans do not belong together, or there is no kernel.
     """
     if not isinstance(routed, MoePlan):
         raise TypeError(f"routed is {routed!r}; it must be a MoePlan, from jax_b12x.moe.plan")
     if shared is not None and not isinstance(shared, MoePlan | DensePlan):
         raise TypeError(f"shared is {shared!r}; it must be a MoePlan, a DensePlan or None")
+    if not isinstance(router, bool):
+        raise TypeError(
+            f"router is {router!r}; it must be True (the router is part of the block) or False "
+            "(routes are given)"
+        )
     if overlap not in ("auto", "off"):
         raise ValueError(f"overlap is {overlap!r}; it must be 'auto' or 'off'")
     for name, part in (("routed", routed), ("shared", shared)):
