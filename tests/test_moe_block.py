@@ -187,6 +187,24 @@ def test_without_a_shared_expert_nothing_is_forked_or_added(rng):
     assert [launch["steps"] for launch in launches] == [["router", "routed"], ["routed"]]
 
 
+def test_nested_records_each_get_what_was_submitted_while_they_were_open(rng):
+    x, topk, router, weights, _ = make_inputs(rng, "none")
+
+    def submit(**given):
+        plan = make_plan("none", router="router" in given)
+        jax.block_until_ready(moe.moe_block(x, weights, **given, plan=plan))
+
+    with moe.record_launches() as outer:
+        submit(router=router)
+        with moe.record_launches() as inner:
+            submit(topk=topk)
+        submit(router=router)
+    submit(topk=topk)
+    with_router, given_routes = ["router", "routed"], ["routed"]
+    assert [launch["steps"] for launch in inner] == [given_routes]
+    assert [launch["steps"] for launch in outer] == [with_router, given_routes, with_router]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("recipe", ["w4a16", "nvfp4"])
 @pytest.mark.parametrize("kind", ["none", "dense", "packed"])
@@ -391,5 +409,7 @@ def test_plans_that_do_not_belong_together_are_refused():
         moe.plan_block(routed, router=True, overlap="on")
     with pytest.raises(TypeError, match="routed"):
         moe.plan_block("fused", router=True)
+    with pytest.raises(TypeError, match="router is 'softmax'; it must be True"):
+        moe.plan_block(routed, router="softmax")
     with pytest.raises(ValueError, match="intermediate is 24"):
         moe.DensePlan(24)

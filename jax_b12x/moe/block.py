@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -131,19 +132,43 @@ def record_launches() -> Iterator[list[dict[str, Any]]]:
       A list that is filled when the context is left, with a mapping for each call: ``op``;
       ``steps``, such as ``["fork", "shared on aux", "router", "join", "routed", "add"]``; and,
       where a CUDA graph was being captured, its ``nodes`` (kernels by name) and ``edges`` (pairs of
-      places in ``nodes``) once the call was submitted.
+      places in ``nodes``) once the call was submitted. Contexts may be nested or overlap in other
+      threads: each gets everything that was submitted while it was open.
     """
-    extensions = [extension for extension in (_native.host(), _native.cuda()) if extension]
     records: list[dict[str, Any]] = []
-    for extension in extensions:
-        extension.take_launches()
-        extension.record_launches(on=True)
+    with _recorders_lock:
+        _deliver_launches()
+        _recorders.append(records)
+        _switch_recording(on=True)
     try:
         yield records
     finally:
-        for extension in extensions:
-            extension.record_launches(on=False)
-            records += extension.take_launches()
+        with _recorders_lock:
+            # Off before the last delivery: what a last call submits meanwhile is for nobody.
+            if len(_recorders) == 1:
+                _switch_recording(on=False)
+            _deliver_launches()
+            # By identity: lists with the same records are equal.
+            _recorders[:] = [other for other in _recorders if other is not records]
+
+
+# The lists of the open `record_launches` contexts; the extensions keep one record for all.
+_recorders: list[list[dict[str, Any]]] = []
+_recorders_lock = threading.Lock()
+
+
+def _switch_recording(*, on: bool) -> None:
+    for extension in (_native.host(), _native.cuda()):
+        if extension:
+            extension.record_launches(on=on)
+
+
+def _deliver_launches() -> None:
+    for extension in (_native.host(), _native.cuda()):
+        if extension:
+            launches = extension.take_launches()
+            for records in _recorders:
+                records += launches
 
 
 def _shared_routes(x: jax.Array, gate: jax.Array | None) -> tuple[jax.Array, jax.Array]:
