@@ -544,3 +544,29 @@ def test_on_one_device_add_norm_checks_what_it_checks_on_a_mesh(rng):
 def test_a_field_that_is_out_of_range_is_refused_when_the_layer_is_made(fields, message):
     with pytest.raises(ValueError, match=message):
         make_layer(**fields)
+
+
+@pytest.mark.parametrize("axes", [{}, {"expert_axis": "ep"}, {"tensor_axis": "tp"}])
+@pytest.mark.parametrize(
+    ("routed", "said"),
+    [
+        (lambda ids, weights: (ids[:, :2], weights[:, :2]), r"topk_ids as int32\[4, 2\]"),
+        (lambda ids, weights: (ids[0], weights[0]), r"topk_ids as int32\[3\]"),
+        (lambda ids, weights: (ids, weights[:, :2]), r"topk_weights as float32\[4, 2\]"),
+        (lambda ids, weights: (ids.astype(jnp.float32), weights), r"topk_ids as float32\[4, 3\]"),
+        (lambda ids, weights: (ids, None), "topk_weights as no array"),
+        (lambda ids, weights: ids, "router returned"),
+        (lambda ids, weights: (ids, weights, ids), "router returned tuple"),
+    ],
+)
+def test_what_a_custom_router_returns_is_checked_on_every_mesh_before_it_is_cut(
+    rng, axes, routed, said
+):
+    def router(logits, token_mask):
+        return routed(*moe.routing.softmax_topk(logits, 3, token_mask=token_mask))
+
+    mesh = mesh_of(**dict.fromkeys(axes.values(), 2))
+    layer = make_layer(router=router, **(axes and {"mesh": mesh, **axes}))
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    with pytest.raises((TypeError, ValueError), match=f"{said}.*it must return .*topk_ids int32"):
+        run(layer, params, x) if axes else jax.jit(layer)(x, params)

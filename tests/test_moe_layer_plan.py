@@ -479,3 +479,17 @@ def test_explain_says_why_split_decode_was_chosen_or_not(monkeypatch):
     assert "dynamic" in many
     monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", "1")
     assert "forced to be split (B12X_NVFP4_SPLIT_DECODE" in layer.explain(1, device=H200)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (256.0, "256.0; it must be an integer"),
+        ("256", "'256'; it must be an integer"),
+        (True, "True; it must be an integer"),
+        (-1, "-1; it must be 0 or more"),
+    ],
+)
+def test_the_width_of_a_shared_expert_is_checked_as_the_other_sizes(size, said):
+    with pytest.raises(ValueError, match=f"shared_intermediate is {said}"):
+        moe.MoELayer(hidden=64, intermediate=64, num_experts=4, top_k=2, shared_intermediate=size)

@@ -29,12 +29,18 @@ def check_fields(layer: MoELayer) -> None:
     Raises:
       ValueError: one is not.
     """
-    for name in ("hidden", "intermediate", "num_experts", "top_k"):
+    for name, least in (
+        ("hidden", 1),
+        ("intermediate", 1),
+        ("num_experts", 1),
+        ("top_k", 1),
+        ("shared_intermediate", 0),
+    ):
         size = getattr(layer, name)
         if isinstance(size, bool) or not isinstance(size, numbers.Integral):
             raise ValueError(f"{name} is {size!r}; it must be an integer")
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be 1 or more")
+        if size < least:
+            raise ValueError(f"{name} is {size}; it must be {least} or more")
     formats = get_recipe(layer.recipe).weight_formats
     if not isinstance(layer.activation, Activation):
         raise ValueError(
@@ -43,10 +49,6 @@ def check_fields(layer: MoELayer) -> None:
     if layer.top_k > layer.num_experts:
         raise ValueError(
             f"top_k is {layer.top_k}; it must be at most num_experts ({layer.num_experts})"
-        )
-    if layer.shared_intermediate < 0:
-        raise ValueError(
-            f"shared_intermediate is {layer.shared_intermediate}; it must be 0 or more"
         )
     for name, allowed in (
         ("shared_format", ("dense", "nvfp4")),

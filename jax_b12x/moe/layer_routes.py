@@ -89,12 +89,29 @@ def _routed(
     else:
         wide, weight = x.astype(jnp.float32), params.router.astype(jnp.float32)
         logits = jnp.matmul(wide, weight.T, precision=lax.Precision.HIGHEST)
-        ids, weights = layer.router(logits, token_mask)
+        ids, weights = _of_custom(layer, layer.router(logits, token_mask), x.shape[0])
     if layer.expert_axis is None:
         return ids, weights
     count = layer.local.num_experts
     first = lax.axis_index(layer.expert_axis) * count
     return local_routes(ids, weights, num_experts=layer.num_experts, first=first, count=count)
+
+
+def _of_custom(layer: MoELayer, routed: object, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Checks what a router of the user's returned, before any of it is left out."""
+    shape = (num_tokens, layer.top_k)
+    wanted = f"(topk_ids int32{list(shape)}, topk_weights float32{list(shape)})"
+    if not isinstance(routed, tuple | list) or len(routed) != 2:
+        raise TypeError(f"router returned {type(routed).__name__}; it must return {wanted}")
+    for name, array, dtype in zip(
+        ("topk_ids", "topk_weights"), routed, (jnp.int32, jnp.float32), strict=True
+    ):
+        if not isinstance(array, jax.Array):
+            raise ValueError(f"router returned {name} as no array; it must return {wanted}")
+        if array.shape != shape or array.dtype != dtype:
+            found = f"{array.dtype}{list(array.shape)}"
+            raise ValueError(f"router returned {name} as {found}; it must return {wanted}")
+    return routed[0], routed[1]
 
 
 def local_routes(
