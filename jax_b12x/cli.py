@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jax_b12x import __version__
+from jax_b12x.consoles import console
 
 # What a shell sees: it did not work, the arguments are wrong, somebody pressed Ctrl-C.
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -120,7 +121,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(dataclasses.asdict(diagnosis), indent=1))
     else:
-        doctor_tables.show(diagnosis, Console())
+        doctor_tables.show(diagnosis, console())
     return 0 if diagnosis.healthy else FAILED
 
 
@@ -163,7 +164,7 @@ def _bench(args: argparse.Namespace) -> int:
     errors = Console(stderr=True)
     with errors.status("starting") as status:
         report = benchmark.run(args, lambda what: status.update(what))
-    Console().print(benchmark.table(report))
+    console().print(benchmark.table(report))
     if args.json:
         pathlib.Path(args.json).write_text(report.to_json() + "\n")
     if args.plot:

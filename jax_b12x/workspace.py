@@ -24,12 +24,12 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, Literal, Self, TypeVar, get_args
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from jax_b12x import _native, lanes
 from jax_b12x.comm import checks, lifetime
 from jax_b12x.comm.teardown import LocalGroup, TeardownRefusedError, teardown
+from jax_b12x.consoles import console
 
 T = TypeVar("T")
 
@@ -304,7 +304,7 @@ class WorkspacePool(lifetime.ClosesOnExit):
                 record.state + faults,
             )
         table.caption = f"{len(records)} workspaces, {self.bytes:,} bytes a device"
-        Console(file=file, width=None if file is None else 160).print(table)
+        console(file).print(table)
 
     def check(self) -> None:
         """Raises if a run on one of the pool's workspaces failed and nobody was told yet.

@@ -10,7 +10,6 @@ from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
 
 from jax_b12x import _native, config, lanes
 from jax_b12x.comm import checks, lifetime
@@ -22,6 +21,7 @@ from jax_b12x.comm.memory import ISOLATIONS, SMALLEST_LANE_BYTES, Isolation, cha
 from jax_b12x.comm.teardown import TeardownRefusedError, teardown
 from jax_b12x.comm.topology import Topology
 from jax_b12x.comm.transport_ipc import IpcExchange
+from jax_b12x.consoles import console
 
 T = TypeVar("T")
 
@@ -255,9 +255,7 @@ class Pool(lifetime.ClosesOnExit):
 
     def describe(self, file: IO[str] | None = None) -> None:
         """Prints a table of the channels: owner, call site, lane, bytes, ranks, state."""
-        print_table(
-            repr(self), self.records(), Console(file=file, width=None if file is None else 160)
-        )
+        print_table(repr(self), self.records(), console(file))
 
     def check(self) -> None:
         """Raises if a call on one of the pool's channels timed out and it has not said so yet.
