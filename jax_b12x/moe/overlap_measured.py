@@ -66,11 +66,11 @@ MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {
         shared_format="dense",
         shared_intermediate=1408,
     ): {
-        1: OverlapTimes(fused=51.7, split=49.1, date="2026-11-30", joined=None),
-        2: OverlapTimes(fused=75.2, split=73.8, date="2026-11-30", joined=None),
-        4: OverlapTimes(fused=114.7, split=113.1, date="2026-11-30", joined=None),
-        7: OverlapTimes(fused=167.4, split=164.8, date="2026-11-30", joined=None),
-        8: OverlapTimes(fused=184.7, split=173.7, date="2026-11-30", joined=None),
+        1: OverlapTimes(fused=50.0, split=48.4, date="2026-11-30", joined=None),
+        2: OverlapTimes(fused=71.1, split=71.2, date="2026-11-30", joined=None),
+        4: OverlapTimes(fused=108.7, split=107.7, date="2026-11-30", joined=None),
+        7: OverlapTimes(fused=157.1, split=154.0, date="2026-11-30", joined=None),
+        8: OverlapTimes(fused=167.6, split=160.6, date="2026-11-30", joined=None),
     },
     OverlapCase(
         recipe="nvfp4",
@@ -81,11 +81,11 @@ MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {
         shared_format="nvfp4",
         shared_intermediate=1408,
     ): {
-        1: OverlapTimes(fused=51.1, split=50.0, date="2026-11-30", joined=40.0),
-        2: OverlapTimes(fused=78.2, split=77.3, date="2026-11-30", joined=67.3),
-        4: OverlapTimes(fused=120.8, split=118.5, date="2026-11-30", joined=107.2),
-        7: OverlapTimes(fused=178.1, split=170.6, date="2026-11-30", joined=160.4),
-        8: OverlapTimes(fused=190.1, split=180.4, date="2026-11-30", joined=167.6),
+        1: OverlapTimes(fused=50.3, split=48.0, date="2026-11-30", joined=39.6),
+        2: OverlapTimes(fused=75.5, split=71.9, date="2026-11-30", joined=63.8),
+        4: OverlapTimes(fused=113.4, split=108.5, date="2026-11-30", joined=100.1),
+        7: OverlapTimes(fused=161.7, split=156.4, date="2026-11-30", joined=146.8),
+        8: OverlapTimes(fused=171.5, split=163.2, date="2026-11-30", joined=154.4),
     },
     OverlapCase(
         recipe="w4a16",
@@ -96,11 +96,11 @@ MEASURED: Mapping[OverlapCase, Mapping[int, OverlapTimes]] = {
         shared_format="nvfp4",
         shared_intermediate=1408,
     ): {
-        1: OverlapTimes(fused=48.1, split=46.1, date="2026-11-30", joined=38.9),
-        2: OverlapTimes(fused=73.0, split=70.6, date="2026-11-30", joined=61.9),
-        4: OverlapTimes(fused=111.4, split=107.5, date="2026-11-30", joined=98.6),
-        7: OverlapTimes(fused=159.1, split=157.4, date="2026-11-30", joined=146.8),
-        8: OverlapTimes(fused=170.1, split=164.5, date="2026-11-30", joined=155.0),
+        1: OverlapTimes(fused=48.6, split=46.2, date="2026-11-30", joined=38.4),
+        2: OverlapTimes(fused=73.2, split=72.5, date="2026-11-30", joined=61.5),
+        4: OverlapTimes(fused=109.9, split=107.6, date="2026-11-30", joined=98.5),
+        7: OverlapTimes(fused=159.9, split=156.3, date="2026-11-30", joined=145.9),
+        8: OverlapTimes(fused=166.6, split=162.7, date="2026-11-30", joined=153.6),
     },
 }
 
