@@ -218,7 +218,11 @@ class MoeDecode : public DecodeOutput<Recipe> {
 #pragma unroll 1
       for (int left = it.k_tiles; left > 0; left -= split) {
         const uint32_t bytes = min(left, split) * kTileBytes;
-        if (lane == 0) ring.open(teams * bytes);
+        if (lane == 0) {
+          ring.open(teams * bytes);
+        } else if (kMoeLanesAtBarriers > 1) {
+          ring.wait_for_room();
+        }
         __syncwarp();
         if (mine) ring.request(lane * split * kTileBytes, source, bytes, policy);
         source += bytes;

@@ -37,6 +37,13 @@ inline constexpr int kMoeMaxTopK = 16;
 inline constexpr int kMoeMaxExperts = 1024;
 inline constexpr int kMoeTileBytes = 1152;
 inline constexpr int kMoeStageBytes = kMoeDecodeWarps * kMoeTileBytes;  // a tile for every warp
+// How many lanes of a warp come to a barrier in shared memory. One does for all, beside __syncwarp;
+// but compute-sanitizer's racecheck follows such a barrier only for threads that come themselves.
+#ifdef B12X_RACECHECK
+inline constexpr int kMoeLanesAtBarriers = 32;
+#else
+inline constexpr int kMoeLanesAtBarriers = 1;
+#endif
 inline constexpr int kMoeTokenGroup = 8;    // tokens that one pass over a weight tile serves
 inline constexpr int kMoeReduceStages = 8;  // partial sums in flight a team
 

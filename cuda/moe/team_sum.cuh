@@ -22,8 +22,8 @@ class TeamSums {
   __device__ __forceinline__ void init(const TeamShape& shape, int team) const {
 #pragma unroll 1
     for (int stage = 0; stage < kMoeReduceStages; ++stage) {
-      ptx::mbarrier_init(full(team, stage), shape.size);
-      ptx::mbarrier_init(full(team, stage) + kBarrierBytes / 2, 1);
+      ptx::mbarrier_init(full(team, stage), shape.size * kMoeLanesAtBarriers);
+      ptx::mbarrier_init(full(team, stage) + kBarrierBytes / 2, kMoeLanesAtBarriers);
     }
   }
 
@@ -41,7 +41,7 @@ class TeamSums {
                          {__float_as_uint(acc[0]), __float_as_uint(acc[1]), __float_as_uint(acc[2]),
                           __float_as_uint(acc[3])});
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(full(team, stage));
+    if (kMoeLanesAtBarriers > 1 || lane == 0) ptx::mbarrier_arrive(full(team, stage));
   }
 
   // The sum of a team's unit, in the order of the reduction axis. Run by a whole warp.
@@ -68,7 +68,8 @@ class TeamSums {
       }
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(full(team, stage) + kBarrierBytes / 2);
+    if (kMoeLanesAtBarriers > 1 || lane == 0)
+      ptx::mbarrier_arrive(full(team, stage) + kBarrierBytes / 2);
   }
 
  private:

@@ -117,7 +117,8 @@ class WeightRing {
 #pragma unroll 1
     for (uint32_t stage = 0; stage < shape_.barrier_bytes; stage += 8) {
       ptx::mbarrier_init(barrier_ + stage, 1);
-      ptx::mbarrier_init(barrier_ + stage + shape_.barrier_bytes, kMoeDecodeWarps);
+      ptx::mbarrier_init(barrier_ + stage + shape_.barrier_bytes,
+                         kMoeDecodeWarps * kMoeLanesAtBarriers);
     }
     ptx::fence_mbarrier_init();
   }
@@ -133,14 +134,19 @@ class WeightRing {
   // engine may write there.
   __device__ __forceinline__ void release(uint32_t nothing, int lane) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier_ + shape_.barrier_bytes + nothing);
+    if (kMoeLanesAtBarriers > 1 || lane == 0) {
+      ptx::mbarrier_arrive(barrier_ + shape_.barrier_bytes + nothing);
+    }
     advance();
   }
 
   // Waits for room and announces `bytes`; run by one thread.
   __device__ __forceinline__ void open(uint32_t bytes) const {
-    ptx::mbarrier_wait(barrier_ + shape_.barrier_bytes, parity_ ^ 1);
+    wait_for_room();
     ptx::mbarrier_arrive_expect_bytes(barrier_, bytes);
+  }
+  __device__ __forceinline__ void wait_for_room() const {
+    ptx::mbarrier_wait(barrier_ + shape_.barrier_bytes, parity_ ^ 1);
   }
 
   // Requests part of the stage at hand.

@@ -1,7 +1,8 @@
 // Checks and times the MoE decode kernels without XLA: a CUDA graph of layers with weights and
 // routes of their own. Each fused geometry is compared with a plain reference on the GPU, and bit
 // for bit with split, before it is timed. moe.sh builds it. Usage: moe_decode_chain [case], a
-// number from 1 on; all cases otherwise.
+// number from 1 on; all cases otherwise. `moe_decode_chain check` compares small cases and times
+// nothing: for compute-sanitizer.
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
@@ -428,9 +429,27 @@ bool Sweep(const Case& c) {
   return right;
 }
 
+bool CheckSmallCases() {
+  bool right = true;
+  for (int num_tokens : {1, 3, 12}) {
+    Layers layers({256, 128, kTopK, num_tokens, {}, {}}, 1);
+    for (bool quantized : {false, true}) {
+      layers.ComputeReference(quantized);
+      for (Fc2Order order : {Fc2Order::kOwner, Fc2Order::kExpert}) {
+        const bool agrees = layers.Agrees({6, 3, 2, 1, order}, quantized);
+        std::printf("%d tokens, %s, order %d %s\n", num_tokens, quantized ? "nvfp4" : "w4a16",
+                    static_cast<int>(order), agrees ? "ran" : "WRONG");
+        right &= agrees;
+      }
+    }
+  }
+  return right;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc > 1 && std::strcmp(argv[1], "check") == 0) return CheckSmallCases() ? 0 : 1;
   const std::vector<Case> cases = {
       {2048, 768, 128, 1, {16, 8}, {3, 2}}, {2048, 768, 128, 8, {8, 6}, {3, 2}},
       {2048, 768, 128, 64, {8, 6}, {3, 2}}, {4096, 1408, 128, 1, {16}, {4, 6}},
