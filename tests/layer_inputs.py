@@ -1,4 +1,4 @@
-"""Random MoE layers for tests, and what they give on one device in fp32."""
+"""Random MoE layers for tests, split over meshes too, and what they give on one device in fp32."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from moe_inputs import random_weights
 
-from jax_b12x import moe
+from jax_b12x import comm, moe
 from jax_b12x.moe import layer_routes, reference
 
 HIDDEN, INTERMEDIATE, SHARED = 64, 128, 64
@@ -69,6 +69,39 @@ def mesh_of(**axes):
     count = int(np.prod(list(axes.values())))
     devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
     return Mesh(devices, tuple(axes))
+
+
+SPLITS = {
+    "tensor 2": {"axes": {"tp": 2}, "tensor_axis": "tp"},
+    "experts 2": {"axes": {"ep": 2}, "expert_axis": "ep"},
+    "experts 4": {"axes": {"ep": 4}, "expert_axis": "ep"},
+    "tensor 2 x experts 2": {
+        "axes": {"ep": 2, "tp": 2},
+        "tensor_axis": "tp",
+        "expert_axis": "ep",
+    },
+    "mesh in the other order": {
+        "axes": {"tp": 2, "ep": 2},
+        "tensor_axis": "tp",
+        "expert_axis": "ep",
+    },
+}
+
+
+def split_layer(split, **changes):
+    fields = dict(SPLITS[split])
+    return make_layer(mesh=mesh_of(**fields.pop("axes")), **fields, **changes)
+
+
+def pool_of(layer, **options):
+    return comm.ChannelPool(layer.mesh, layer.axes, **options)
+
+
+def run(layer, params, x, **options):
+    """Runs a layer that is split, outside ``shard_map``."""
+    with pool_of(layer) as pool:
+        step = jax.jit(lambda x, p: layer(x, p, pool=pool, **options))
+        return np.asarray(step(x, layer.prepare(params)))
 
 
 def assert_within_fp32(out, whole, magnitude, *, world_size, intermediate=INTERMEDIATE):

@@ -1,0 +1,196 @@
+"""What ``MoELayer`` refuses: fields, arguments and parameters that do not fit, by name."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layer_inputs import (
+    HIDDEN,
+    make_layer,
+    make_params,
+    make_x,
+    mesh_of,
+    pool_of,
+    run,
+    split_layer,
+)
+
+from jax_b12x import comm, moe
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9}, "top_k is 9; it must be at most num_experts (8)"),
+        ({"hidden": 0}, "hidden is 0; it must be 1 or more"),
+        ({"router": "best"}, "router is 'best'; it must be 'softmax', 'sigmoid' or a function"),
+        ({"overlap": "on"}, "overlap is 'on'; it must be 'auto' or 'off'"),
+        ({"tensor_axis": "tp"}, "mesh is None, but the layer is split over the axes ('tp',)"),
+        ({"mesh": {"tp": 2}}, "neither tensor_axis nor expert_axis: name one of its axes ('tp',)"),
+        ({"mesh": {"tp": 2}, "expert_axis": "ep"}, "'ep' is no axis of the mesh ('tp',)"),
+        (
+            {"mesh": {"tp": 2}, "expert_axis": "tp", "tensor_axis": "tp"},
+            "tensor_axis and expert_axis are both 'tp'",
+        ),
+        (
+            {"mesh": {"tp": 4}, "tensor_axis": "tp", "intermediate": 96},
+            "intermediate is 96, which does not split over 4 devices: 96 / 4 must be a multiple of "
+            "16, the block of nvfp4",
+        ),
+        (
+            {"mesh": {"ep": 8}, "expert_axis": "ep"},
+            "shared_intermediate is 64, which does not split over 8 devices",
+        ),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(changes, message):
+    if "mesh" in changes:
+        changes = {**changes, "mesh": mesh_of(**changes["mesh"])}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_layer(**changes)
+
+
+def test_arguments_that_are_not_the_layers_are_named(rng):
+    layer = split_layer("tensor 2")
+    params, x = make_params(rng, layer), make_x(rng, 2)
+    prepared = layer.prepare(params)
+    with pytest.raises(ValueError, match=re.escape("comm.ChannelPool(mesh, 'tp')")):
+        layer(x, prepared)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 32\); it must be \[num_tokens, hidd"):
+        make_layer()(x[:, :32], params)
+    other = split_layer("tensor 2 x experts 2")
+    with (
+        comm.ChannelPool(other.mesh, "tp") as pool,
+        pytest.raises(ValueError, match=r"pool is over the axes \('tp',\); the layer is split o"),
+    ):
+        other(x, other.prepare(params), pool=pool)
+    with pool_of(layer) as pool:
+        with pytest.raises(ValueError, match=r"split over \(1, 1\) dev.*layer.prepare\(para"):
+            layer(x, params, pool=pool)
+        with pytest.raises(ValueError, match="the layer has no mesh and reduces nothing"):
+            make_layer()(x, params, pool=pool)
+    with pytest.raises(ValueError, match=r"params.shared is None, but shared_intermediate is 64"):
+        make_layer()(x, dataclasses.replace(params, shared=None))
+    with pytest.raises(ValueError, match="is a DenseExpert; shared_format is 'nvfp4', which need"):
+        make_layer(shared_format="nvfp4")(x, params)
+    with pytest.raises(ValueError, match=r"params.router.shape is \(4, 64\); the layer needs \(8"):
+        make_layer()(x, dataclasses.replace(params, router=params.router[:4]))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 100])
+def test_a_shared_expert_of_another_shape_or_dtype_is_refused_for_few_and_many_tokens(
+    rng, num_tokens
+):
+    layer = make_layer()
+    params, x = make_params(rng, layer), make_x(rng, num_tokens)
+    shared, prepared = params.shared, layer.prepare(params)
+    for wrong, message in (
+        ({"w2": shared.w2[:1]}, r"params.shared: expert.w2 has shape \(1, "),
+        ({"w13": shared.w13[: len(shared.w13) // 2]}, "params.shared: expert.w13 has shape"),
+        ({"w2_bias": jnp.zeros(1)}, r"params.shared: expert.w2_bias has shape \(1,\)"),
+        ({"shared_gate": jnp.zeros(1)}, r"params.shared: expert.shared_gate has shape \(1,\)"),
+    ):
+        other = dataclasses.replace(shared, **wrong)
+        with pytest.raises(ValueError, match=message):
+            layer.prepare(dataclasses.replace(params, shared=other))
+        with pytest.raises(ValueError, match=message):
+            layer(x, dataclasses.replace(prepared, shared=other))
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), shared)
+    with pytest.raises(TypeError, match="w13 has dtype bfloat16; it must be float32"):
+        layer(x, dataclasses.replace(prepared, shared=narrow))
+
+
+def test_a_router_of_another_dtype_is_refused_when_it_is_prepared(rng):
+    layer = make_layer()
+    params = make_params(rng, layer)
+    whole = dataclasses.replace(params, router=params.router.astype(jnp.int32))
+    with pytest.raises(ValueError, match=r"params.router has dtype int32; it must be"):
+        layer.prepare(whole)
+    with pytest.raises(ValueError, match=r"params.router_bias is float32\[1\]; it must be"):
+        layer.prepare(dataclasses.replace(params, router_bias=jnp.zeros(1)))
+
+
+def test_on_one_device_add_norm_checks_what_it_checks_on_a_mesh(rng):
+    layer = make_layer()
+    params, x = layer.prepare(make_params(rng, layer)), make_x(rng, 3)
+    weight = jnp.ones(HIDDEN)
+    for residual, norm, eps, message in (
+        (weight, x, 1e-6, "residual must have the shape of x"),
+        (x[:1], weight, 1e-6, "residual must have the shape of x"),
+        (x, weight[:1], 1e-6, "weight must have the shape"),
+        (x, weight, -1.0, "eps must be 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.add_norm(x, params, residual, norm, eps)
+    with pytest.raises(TypeError, match="eps must be a number that tracing knows, not None"):
+        layer.add_norm(x, params, x, weight, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"recipe": "foo"}, "foo"),
+        ({"activation": "silu"}, "activation is 'silu'; it must be an Activation"),
+        ({"renormalize": "no"}, "renormalize is 'no'; it must be True or False"),
+        ({"num_groups": 2}, "num_groups is 2; a softmax router has no groups"),
+        ({"router": "sigmoid", "num_groups": 3}, "num_groups is 3; it must divide"),
+        ({"router": lambda a, b: a, "routed_scaling_factor": 3.0}, "is a function returns weights"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan; it must be"),
+        ({"recipe": "nvfp4", "weight_format": "mxfp4"}, "weight_format is 'mxfp4'; it must be"),
+        ({"hidden": 128.0}, "hidden is 128.0; it must be an integer"),
+    ],
+)
+def test_a_field_that_is_out_of_range_is_refused_when_the_layer_is_made(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make_layer(**fields)
+
+
+@pytest.mark.parametrize("axes", [{}, {"expert_axis": "ep"}, {"tensor_axis": "tp"}])
+@pytest.mark.parametrize(
+    ("routed", "said"),
+    [
+        (lambda ids, weights: (ids[:, :2], weights[:, :2]), r"topk_ids as int32\[4, 2\]"),
+        (lambda ids, weights: (ids[0], weights[0]), r"topk_ids as int32\[3\]"),
+        (lambda ids, weights: (ids, weights[:, :2]), r"topk_weights as float32\[4, 2\]"),
+        (lambda ids, weights: (ids.astype(jnp.float32), weights), r"topk_ids as float32\[4, 3\]"),
+        (lambda ids, weights: (ids, None), "topk_weights as no array"),
+        (lambda ids, weights: ids, "router returned"),
+        (lambda ids, weights: (ids, weights, ids), "router returned tuple"),
+    ],
+)
+def test_what_a_custom_router_returns_is_checked_on_every_mesh_before_it_is_cut(
+    rng, axes, routed, said
+):
+    def router(logits, token_mask):
+        return routed(*moe.routing.softmax_topk(logits, 3, token_mask=token_mask))
+
+    mesh = mesh_of(**dict.fromkeys(axes.values(), 2))
+    layer = make_layer(router=router, **(axes and {"mesh": mesh, **axes}))
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    with pytest.raises((TypeError, ValueError), match=f"{said}.*it must return .*topk_ids int32"):
+        run(layer, params, x) if axes else jax.jit(layer)(x, params)
+
+
+def test_differentiating_the_layer_says_that_it_is_inference_only(rng):
+    layer = make_layer()
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    with pytest.raises(NotImplementedError, match="moe_block is inference-only"):
+        jax.jit(jax.grad(lambda x: layer(x, params).sum()))(x)
+    many = jnp.tile(x, (20, 1))
+    with pytest.raises(NotImplementedError, match="fused_moe is inference-only"):
+        jax.jit(jax.grad(lambda x: layer(x, params).sum()))(many)
+    split = split_layer("tensor 2")
+    prepared = split.prepare(params)
+    with (
+        pool_of(split) as pool,
+        pytest.raises(NotImplementedError, match="moe_block is inference-only"),
+    ):
+        jax.jit(jax.grad(lambda x: split(x, prepared, pool=pool).sum()))(x)
