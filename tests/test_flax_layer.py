@@ -1,5 +1,7 @@
 """The Flax module of a layer that serves: made of a trained block, the same on a mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jax_b12x.flax import MoE, MoELayer, PackedExperts, SwiGLU, TrainableExperts
 HIDDEN, INTERMEDIATE = 32, 32
 
 
-def make_block(recipe="nvfp4", *, shared=True):
+def make_block(recipe="nvfp4", *, shared=True, dtype=jnp.float32):
     rngs = nnx.Rngs(0)
     draw = np.random.default_rng(0).standard_normal
     weights = moe.ExpertWeights.quantize(
@@ -24,7 +26,7 @@ def make_block(recipe="nvfp4", *, shared=True):
         4,
         2,
         experts=PackedExperts(weights, recipe=recipe),
-        shared=SwiGLU(HIDDEN, INTERMEDIATE, dtype=jnp.float32, rngs=rngs) if shared else None,
+        shared=SwiGLU(HIDDEN, INTERMEDIATE, dtype=dtype, rngs=rngs) if shared else None,
         rngs=rngs,
     )
 
@@ -93,3 +95,30 @@ def test_a_block_that_is_trained_is_refused():
     )
     with pytest.raises(TypeError, match="experts are TrainableExperts; a layer that serves needs"):
         MoELayer.of(block)
+
+
+@pytest.mark.parametrize("products", [None, jnp.float32, jnp.bfloat16])
+def test_a_block_with_kernels_in_float32_serves_in_another_dtype(products):
+    block, x = make_block(dtype=products), make_x().astype(jnp.bfloat16)
+    if products != jnp.bfloat16:
+        with pytest.raises(TypeError, match=re.escape("MoELayer.of(block, dtype='bfloat16')")):
+            MoELayer.of(block)(x)
+    layer = MoELayer.of(block, dtype="bfloat16")
+    out = nnx.jit(layer)(x)
+    assert out.dtype == jnp.bfloat16
+    expected = np.asarray(nnx.jit(block)(x, None)[0], np.float32)
+    # A few roundings to bfloat16 of values up to the largest one.
+    atol = 4 * 2.0**-8 * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0, atol=atol)
+
+
+def test_an_argument_of_another_type_is_named():
+    block = make_block()
+    with pytest.raises(TypeError, match=r"block is a NoneType; it must be a jax_b12x.flax.MoE"):
+        MoELayer.of(None)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    with pytest.raises(TypeError, match=r"pool is 'tp', a str; it must be a comm\.ChannelPool"):
+        MoELayer.of(block, mesh=mesh, tensor_axis="tp", pool="tp")
+    layer = MoELayer.of(block)
+    with pytest.raises(TypeError, match=r"layer is a State; it must be a moe\.MoELayer"):
+        MoELayer(nnx.state(layer), layer.params.get_value())

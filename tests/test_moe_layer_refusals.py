@@ -104,7 +104,7 @@ def test_a_shared_expert_of_another_shape_or_dtype_is_refused_for_few_and_many_t
         with pytest.raises(ValueError, match=message):
             layer(x, dataclasses.replace(prepared, shared=other))
     narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), shared)
-    with pytest.raises(TypeError, match="w13 has dtype bfloat16; it must be float32"):
+    with pytest.raises(TypeError, match=r"params\.shared\.w13 has dtype bfloat16 and x float32"):
         layer(x, dataclasses.replace(prepared, shared=narrow))
 
 
@@ -194,3 +194,93 @@ def test_differentiating_the_layer_says_that_it_is_inference_only(rng):
         pytest.raises(NotImplementedError, match="moe_block is inference-only"),
     ):
         jax.jit(jax.grad(lambda x: split(x, prepared, pool=pool).sum()))(x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": "tp", "tensor_axis": "tp"}, "mesh is 'tp', a str; it must be a jax.sharding.Mes"),
+        ({"mesh": 2, "tensor_axis": "tp"}, "mesh is an int; it must be a jax.sharding.Mesh"),
+        ({"tensor_axis": ("a", "b")}, "tensor_axis is ('a', 'b'); it must be the name of one axis"),
+        ({"expert_axis": ["a"]}, "expert_axis is ['a']; it must be the name of one axis of the me"),
+        ({"expert_axis": 0}, "expert_axis is 0; it must be the name of one axis of the mesh ('a',"),
+    ],
+)
+def test_a_mesh_or_an_axis_of_another_type_is_named(changes, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make_layer(**{"mesh": mesh_of(a=2, b=2), **changes})
+
+
+def test_an_argument_of_another_type_is_named_with_what_it_is(rng):
+    layer = split_layer("tensor 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    prepared = layer.prepare(params)
+    with pool_of(layer) as pool:
+        good = {"x": x, "params": prepared, "pool": pool, "token_mask": None}
+        for changes, message in (
+            ({"x": [[1.0]]}, "x is a list; it must be an array"),
+            ({"x": x.astype(jnp.int32)}, "x has dtype int32; it must be float32 or"),
+            ({"params": (x, x)}, "params is a tuple; it must be a moe.LayerParams(router, experts"),
+            ({"pool": "tp"}, "pool is 'tp', a str; it must be a comm.ChannelPool(mesh, 'tp')"),
+            ({"token_mask": [True] * 4}, "token_mask is a list; it must be an array"),
+        ):
+            with pytest.raises(TypeError, match=re.escape(message)):
+                layer(**{**good, **changes})
+        with pytest.raises(ValueError, match=re.escape("token_mask is float32[4]; it must be bo")):
+            layer(**{**good, "token_mask": jnp.ones(4)})
+    alone = make_layer(router=lambda logits, mask: moe.routing.softmax_topk(logits, 3))
+    with pytest.raises(ValueError, match=re.escape("token_mask is float32[4]; it must be bool[4]")):
+        alone(x, params, token_mask=jnp.ones(4))
+    with pytest.raises(TypeError, match="plan is 'fused', a str; it must be a LayerPlan, from lay"):
+        alone.partial(x, params, plan="fused")
+    with pytest.raises(ValueError, match="num_tokens is 'few'; it must be an integer"):
+        alone.plan("few")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"experts": None}, "params.experts is a NoneType; it must be an ExpertWeights"),
+        ({"experts": ()}, "params.experts is a tuple; it must be an ExpertWeights"),
+        ({"shared": (1, 2)}, "params.shared is a tuple; it must be a DenseExpert, an Exper"),
+        ({"router": None}, "params.router is a NoneType; it must be an array"),
+        ({"router_bias": [1.0]}, "params.router_bias is a list; it must be an array"),
+    ],
+)
+def test_parameters_of_another_type_are_named(rng, wrong, message):
+    layer = make_layer()
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    wrong_params = dataclasses.replace(params, **wrong)
+    uses = [layer.prepare, lambda params: layer(x, params)]
+    if "router" not in message:  # specs are made of arrays of any kind
+        uses.append(layer.param_specs)
+    for use in uses:
+        with pytest.raises(TypeError, match=re.escape(message)):
+            use(wrong_params)
+
+
+def test_what_parameters_hold_in_place_of_an_array_is_named(rng):
+    layer = make_layer()
+    params = make_params(rng, layer)
+    experts = dataclasses.replace(params.experts, w2_scale=None)
+    with pytest.raises(TypeError, match=re.escape("params.experts.w2_scale is a NoneType; it mu")):
+        layer.prepare(dataclasses.replace(params, experts=experts))
+    shared = dataclasses.replace(params.shared, w2_bias=[0.0])
+    with pytest.raises(TypeError, match=re.escape("expert.w2_bias is a list; it must be an array")):
+        layer.prepare(dataclasses.replace(params, shared=shared))
+
+
+@pytest.mark.parametrize("split", [None, "tensor 2"])
+@pytest.mark.parametrize("num_tokens", [4, 100])
+def test_a_dense_shared_expert_that_is_converted_goes_with_x(rng, split, num_tokens):
+    layer = make_layer() if split is None else split_layer(split)
+    params, x = make_params(rng, layer, bias=True), make_x(rng, num_tokens, jnp.bfloat16)
+    pool = None if split is None else pool_of(layer)
+    with pytest.raises(TypeError, match=re.escape("with params.shared.astype('bfloat16')")):
+        layer(x, layer.prepare(params), pool=pool)
+    shared = params.shared.astype("bfloat16")
+    assert (shared.w13_bias.dtype, shared.shared_gate.dtype) == (jnp.float32, jnp.bfloat16)
+    out = layer(x, layer.prepare(dataclasses.replace(params, shared=shared)), pool=pool)
+    assert out.dtype == jnp.bfloat16
+    if pool is not None:
+        pool.close()

@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jax_b12x import comm, moe
 from jax_b12x.flax.experts import PackedExperts
 from jax_b12x.flax.moe import MoE
+from jax_b12x.moe import layer_checks
+from jax_b12x.moe.checks import what
 
 
 class MoELayer(nnx.Module):
@@ -40,24 +43,43 @@ class MoELayer(nnx.Module):
           layer: what is computed.
           params: of the whole layer.
           pool: the channels of the layer's axes; one pool serves all layers of a model.
+
+        Raises:
+          TypeError: an argument is of another type.
+          ValueError: the parameters or the pool are not those of the layer.
         """
+        if not isinstance(layer, moe.MoELayer):
+            raise TypeError(f"layer is {what(layer)}; it must be a moe.MoELayer")
+        if pool is not None:
+            layer_checks.check_pool(layer, pool)
         self.layer = layer
         self.params = nnx.Variable(layer.prepare(params))
         self.pool = pool
 
     @classmethod
-    def of(cls, block: MoE, *, pool: comm.ChannelPool | None = None, **fields: Any) -> MoELayer:
+    def of(
+        cls,
+        block: MoE,
+        *,
+        dtype: DTypeLike | None = None,
+        pool: comm.ChannelPool | None = None,
+        **fields: Any,
+    ) -> MoELayer:
         """Returns the layer that serves what a trained block, with packed experts, computes.
 
         Args:
           block: its experts must be :class:`PackedExperts`.
+          dtype: of ``x``; a shared expert's kernels are rounded to it once, here. That of its
+            products if not given, and where they have none, that of its kernels.
           pool: the channels of the layer's axes.
           **fields: further fields of :class:`jax_b12x.moe.MoELayer`: ``mesh``, ``tensor_axis``,
             ``expert_axis``, ``overlap``.
 
         Raises:
-          TypeError: the block's experts are not packed.
+          TypeError: ``block`` is no :class:`MoE`, or its experts are not packed.
         """
+        if not isinstance(block, MoE):
+            raise TypeError(f"block is {what(block)}; it must be a jax_b12x.flax.MoE")
         if not isinstance(block.experts, PackedExperts):
             raise TypeError(
                 f"the block's experts are {type(block.experts).__name__}; a layer that serves "
@@ -66,11 +88,9 @@ class MoELayer(nnx.Module):
         experts: moe.ExpertWeights = block.experts.weights.get_value()
         shared = None
         if block.shared is not None:
-            dtype = block.shared.gate_up.dtype or block.shared.gate_up.kernel.dtype
-            shared = moe.DenseExpert(
-                block.shared.gate_up.kernel[...].T.astype(dtype),
-                block.shared.down.kernel[...].T.astype(dtype),
-            )
+            gate_up, down = block.shared.gate_up, block.shared.down
+            shared = moe.DenseExpert(gate_up.kernel[...].T, down.kernel[...].T)
+            shared = shared.astype(dtype or gate_up.dtype or gate_up.kernel.dtype)
         layer = moe.MoELayer(
             hidden=experts.hidden,
             intermediate=experts.intermediate,

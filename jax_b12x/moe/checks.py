@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from jax_b12x.moe.geometry import BLOCK
@@ -11,6 +13,23 @@ from jax_b12x.moe.recipe import Activation
 from jax_b12x.moe.weights import ExpertWeights
 
 _SCALE_DTYPE = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu"}
+
+
+def what(value: Any) -> str:
+    """Returns what a value is, for a message: ``a tuple``, or ``'tp', a str``."""
+    name = type(value).__name__
+    kind = f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+    return f"{value!r}, {kind}" if isinstance(value, str) else kind
+
+
+def check_array(name: str, value: Any) -> None:
+    """Refuses what is not an array.
+
+    Raises:
+      TypeError: names the argument and its type.
+    """
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(f"{name} is {what(value)}; it must be an array")
 
 
 def check_arrays(
@@ -23,8 +42,7 @@ def check_arrays(
       ValueError: a shape is wrong.
     """
     for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
+        check_array(name, array)
     if not isinstance(weights, ExpertWeights):
         raise TypeError(f"weights is a {type(weights).__name__}; it must be an ExpertWeights")
     _check_dtype("x", x, *DTYPES)
@@ -130,6 +148,7 @@ def _check_checkpoint_layout(weights: ExpertWeights) -> None:
     }
     for name, (dtype, shape) in expected.items():
         array = getattr(weights, name)
+        check_array(f"weights.{name}", array)
         _check_dtype(f"weights.{name}", array, dtype)
         absent_bias = name.endswith("_bias") and array.shape == (experts, 0)
         if array.shape != shape and not absent_bias:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_b12x import _native
+from jax_b12x.moe import checks
 from jax_b12x.moe.planner import DTYPES
 from jax_b12x.moe.recipe import SILU, Activation
 from jax_b12x.moe.token_call import absent_as_scalar, token_call
@@ -52,6 +53,22 @@ class DenseExpert:
     def intermediate(self) -> int:
         """Columns of ``w2``."""
         return int(self.w2.shape[1])
+
+    def astype(self, dtype: DTypeLike) -> DenseExpert:
+        """Returns these weights in another dtype, that of the ``x`` that they will meet.
+
+        Biases stay in float32.
+
+        Args:
+          dtype: bfloat16, float16 or float32.
+        """
+        gate = self.shared_gate
+        return dataclasses.replace(
+            self,
+            w13=self.w13.astype(dtype),
+            w2=self.w2.astype(dtype),
+            shared_gate=None if gate is None else gate.astype(dtype),
+        )
 
 
 def dense_mlp(x: jax.Array, expert: DenseExpert, *, activation: Activation = SILU) -> jax.Array:
@@ -179,6 +196,7 @@ def check_expert(
     for name, given, wanted, shape in arrays:
         if given is None:
             continue
+        checks.check_array(f"expert.{name}", given)
         if given.dtype != wanted:
             why = "" if name.endswith("_bias") else f", {whose}"
             raise TypeError(
@@ -189,7 +207,6 @@ def check_expert(
 
 
 def _check_matrix(name: str, array: Any) -> None:
-    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-        raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
+    checks.check_array(name, array)
     if len(array.shape) != 2:
         raise ValueError(f"{name} has shape {array.shape}; it must have two axes")

@@ -90,6 +90,7 @@ class MoELayer:
         ``"off"`` runs them in a row.
 
     Raises:
+      TypeError: the mesh or the name of an axis is of another type.
       ValueError: a field is out of range or contradicts another one.
     """
 
@@ -180,6 +181,7 @@ class MoELayer:
           ValueError: as for :func:`jax_b12x.moe.plan`; or the shared expert cannot be joined.
           ConfigError: an environment variable holds a bad value.
         """
+        layer_checks.check_integer("num_tokens", num_tokens, 0)
         return layer_plan.decide(
             self.local,
             num_tokens=num_tokens,
@@ -224,8 +226,10 @@ class MoELayer:
             whose devices take their parts in turn.
 
         Raises:
+          TypeError: ``params`` or one of them is of another type.
           ValueError: the parameters are not those of this layer, or ``donate`` on a mesh.
         """
+        layer_checks.check_container(params)
         if donate and self.mesh is not None:
             raise ValueError("donate is True, but the layer has a mesh: del params afterwards")
         if params.joined:
@@ -275,7 +279,12 @@ class MoELayer:
         return dataclasses.replace(params, experts=experts, shared=shared)
 
     def param_specs(self, params: LayerParams) -> LayerParams:
-        """Returns the ``PartitionSpec`` of each array of prepared parameters, as ``in_specs``."""
+        """Returns the ``PartitionSpec`` of each array of prepared parameters, as ``in_specs``.
+
+        Raises:
+          TypeError: ``params`` is of another type.
+        """
+        layer_checks.check_container(params)
         replicated: Any = PartitionSpec()
         shared: Any = params.shared
         if isinstance(shared, DenseExpert):
@@ -313,7 +322,7 @@ class MoELayer:
           ``x.dtype[num_tokens, hidden]``.
 
         Raises:
-          TypeError: an argument has the wrong dtype.
+          TypeError: an argument has the wrong type or dtype.
           ValueError: an argument has the wrong shape, or parameters or pool are not the layer's.
           NotImplementedError: the call is differentiated.
         """
@@ -363,7 +372,7 @@ class MoELayer:
         norm: tuple[jax.Array, jax.Array, float] | None,
     ) -> Any:
         """Runs the layer where it is, or over its mesh where it is outside of one."""
-        layer_checks.check_call(self, x, params, pool)
+        layer_checks.check_call(self, x, params, pool, token_mask)
         if self.mesh is None or set(self.axes) <= set(_manual_axes()):
             return self._run(x, params, pool, token_mask, norm)
         eps = 0.0 if norm is None else checks.number("eps", norm[2])
@@ -417,7 +426,8 @@ class MoELayer:
         Returns:
           ``x.dtype[num_tokens, hidden]``.
         """
-        layer_checks.check_local(self, params)
+        layer_checks.check_tokens(self, x, token_mask)
+        layer_checks.check_local(self, x, params)
         made = plan or self.plan(x.shape[0], dtype=x.dtype, joined=bool(params.joined))
         layer_checks.check_joined(made, params)
         shared = None if isinstance(params.shared, JoinedExpert) else params.shared

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jax_b12x import comm
-from jax_b12x.moe import checks, dense, planner, sharding
+from jax_b12x.moe import checks, dense, planner, routing, sharding
 from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.geometry import BLOCK
 from jax_b12x.moe.joined import JoinedExpert
@@ -27,6 +29,7 @@ def check_fields(layer: MoELayer) -> None:
     """Checks that a layer's fields are in range and fit together.
 
     Raises:
+      TypeError: the mesh or the name of an axis is of another type.
       ValueError: one is not.
     """
     for name, least in (
@@ -36,11 +39,7 @@ def check_fields(layer: MoELayer) -> None:
         ("top_k", 1),
         ("shared_intermediate", 0),
     ):
-        size = getattr(layer, name)
-        if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-            raise ValueError(f"{name} is {size!r}; it must be an integer")
-        if size < least:
-            raise ValueError(f"{name} is {size}; it must be {least} or more")
+        check_integer(name, getattr(layer, name), least)
     formats = get_recipe(layer.recipe).weight_formats
     if not isinstance(layer.activation, Activation):
         raise ValueError(
@@ -66,6 +65,7 @@ def check_fields(layer: MoELayer) -> None:
             "logits and token mask"
         )
     _check_routing(layer)
+    _check_mesh(layer)
     if layer.mesh is None and layer.axes:
         raise ValueError(f"mesh is None, but the layer is split over the axes {layer.axes}")
     if layer.mesh is not None:
@@ -99,6 +99,38 @@ def check_fields(layer: MoELayer) -> None:
         )
 
 
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Refuses what is no integer, or a smaller one.
+
+    Raises:
+      ValueError: names it and what it must be.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} is {value!r}; it must be an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be {least} or more")
+
+
+def _check_mesh(layer: MoELayer) -> None:
+    """Checks the types of the mesh and of the names of its axes."""
+    mesh: Any = layer.mesh
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh is {checks.what(mesh)}; it must be a jax.sharding.Mesh, such as "
+            "jax.make_mesh((2,), ('tp',))"
+        )
+    for name in ("tensor_axis", "expert_axis"):
+        axis = getattr(layer, name)
+        if axis is None or isinstance(axis, str):
+            continue
+        of = "" if mesh is None else f" of the mesh {mesh.axis_names}"
+        raise TypeError(
+            f"{name} is {axis!r}; it must be the name of one axis{of}: give the layer a mesh whose "
+            "axis is all the devices to split over, or name the other axis as "
+            f"{'expert_axis' if name == 'tensor_axis' else 'tensor_axis'}"
+        )
+
+
 def _check_routing(layer: MoELayer) -> None:
     """Checks what becomes of the router's scores."""
     scale: Any = layer.routed_scaling_factor
@@ -122,24 +154,38 @@ def _check_routing(layer: MoELayer) -> None:
 
 
 def check_call(
-    layer: MoELayer, x: jax.Array, params: LayerParams, pool: comm.ChannelPool | None
+    layer: MoELayer,
+    x: jax.Array,
+    params: LayerParams,
+    pool: comm.ChannelPool | None,
+    token_mask: jax.Array | None,
 ) -> None:
     """Checks what a call is given, but for the shapes of the parameters.
 
     Raises:
-      ValueError: ``x`` has another shape, the parameters are split another way, or the pool is
-        missing or another axis's.
+      TypeError: an argument is of another type or dtype.
+      ValueError: ``x`` or the mask has another shape, the parameters are split another way, or the
+        pool is missing or another axis's.
     """
+    check_tokens(layer, x, token_mask)
+    check_container(params)
+    _check_shared_dtype(x, params)
     parts = (layer.expert_parts, layer.tensor_parts)
     if params.parts != parts:
         raise ValueError(
             f"params are split over {params.parts} devices (experts, columns), the layer over "
             f"{parts}: call layer.prepare(params) once, after loading"
         )
-    if x.ndim != 2 or x.shape[1] != layer.hidden:
-        raise ValueError(
-            f"x has shape {x.shape}; it must be [num_tokens, hidden], with hidden {layer.hidden}"
-        )
+    check_pool(layer, pool)
+
+
+def check_pool(layer: MoELayer, pool: comm.ChannelPool | None) -> None:
+    """Checks that a pool is the layer's, and that there is one where it is split.
+
+    Raises:
+      TypeError: it is of another type.
+      ValueError: it is missing, over other axes, or not needed.
+    """
     if layer.mesh is None:
         if pool is not None:
             raise ValueError("a pool is given, but the layer has no mesh and reduces nothing")
@@ -147,8 +193,10 @@ def check_call(
     if pool is None:
         raise ValueError(
             f"pool is None; the layer is split over {layer.axes}: make one pool for its model, "
-            f"comm.ChannelPool(mesh, {layer.axes if len(layer.axes) > 1 else layer.axes[0]!r})"
+            f"{_pool_of(layer)}"
         )
+    if not isinstance(pool, comm.ChannelPool):
+        raise TypeError(f"pool is {checks.what(pool)}; it must be a {_pool_of(layer)}")
     if set(pool.topology.axes) != set(layer.axes):
         raise ValueError(
             f"pool is over the axes {pool.topology.axes}; the layer is split over {layer.axes} "
@@ -156,10 +204,71 @@ def check_call(
         )
 
 
+def _pool_of(layer: MoELayer) -> str:
+    """Returns how the layer's pool is made, as code."""
+    return f"comm.ChannelPool(mesh, {layer.axes if len(layer.axes) > 1 else layer.axes[0]!r})"
+
+
+def check_tokens(layer: MoELayer, x: jax.Array, token_mask: jax.Array | None) -> None:
+    """Checks the tokens of a call.
+
+    Raises:
+      TypeError: one is no array, or ``x`` has another dtype.
+      ValueError: one has another shape, or the mask another dtype.
+    """
+    checks.check_array("x", x)
+    if x.dtype.name not in planner.DTYPES:
+        raise TypeError(f"x has dtype {x.dtype.name}; it must be {' or '.join(planner.DTYPES)}")
+    if x.ndim != 2 or x.shape[1] != layer.hidden:
+        raise ValueError(
+            f"x has shape {x.shape}; it must be [num_tokens, hidden], with hidden {layer.hidden}"
+        )
+    if token_mask is not None:
+        routing.check_token_mask(token_mask, x.shape[0])
+
+
+def check_container(params: LayerParams) -> None:
+    """Checks that parameters are a ``LayerParams`` of experts; their arrays may be anything.
+
+    Raises:
+      TypeError: they are not.
+    """
+    made = "moe.LayerParams(router, experts, shared)"
+    if not isinstance(params, LayerParams):
+        raise TypeError(f"params is {checks.what(params)}; it must be a {made}")
+    if not isinstance(params.experts, ExpertWeights):
+        raise TypeError(
+            f"params.experts is {checks.what(params.experts)}; it must be an ExpertWeights: {made}"
+        )
+    kinds = (DenseExpert, ExpertWeights, JoinedExpert, type(None))
+    if not isinstance(params.shared, kinds):
+        raise TypeError(
+            f"params.shared is {checks.what(params.shared)}; it must be a DenseExpert, an "
+            f"ExpertWeights or None: {made}"
+        )
+
+
+def _check_shared_dtype(x: jax.Array, params: LayerParams) -> None:
+    """Checks that a dense shared expert is computed in the dtype that it has."""
+    if not isinstance(params.shared, DenseExpert):
+        return
+    for name in ("w13", "w2", "shared_gate"):
+        array = getattr(params.shared, name)
+        if array is None or not hasattr(array, "dtype") or array.dtype == x.dtype:
+            continue
+        raise TypeError(
+            f"params.shared.{name} has dtype {array.dtype.name} and x {x.dtype.name}; a dense "
+            f"shared expert has the dtype of x: convert it once, before layer.prepare, with "
+            f"params.shared.astype({x.dtype.name!r}) (of a Flax block: MoELayer.of(block, "
+            f"dtype={x.dtype.name!r})), or convert x"
+        )
+
+
 def check_whole(layer: MoELayer, params: LayerParams) -> None:
     """Checks that parameters are those of the whole layer.
 
     Raises:
+      TypeError: one is of another type.
       ValueError: they are not.
     """
     if params.parts != (1, 1):
@@ -167,12 +276,15 @@ def check_whole(layer: MoELayer, params: LayerParams) -> None:
     _check_params(layer, params, layer.num_experts, layer.intermediate, layer.shared_intermediate)
 
 
-def check_local(layer: MoELayer, params: LayerParams) -> None:
-    """Checks that parameters are one device's part of the layer.
+def check_local(layer: MoELayer, x: jax.Array, params: LayerParams) -> None:
+    """Checks that parameters are one device's part of the layer, and go with ``x``.
 
     Raises:
+      TypeError: one is of another type.
       ValueError: they are not.
     """
+    check_container(params)
+    _check_shared_dtype(x, params)
     local = layer.local
     _check_params(layer, params, local.num_experts, local.intermediate, local.shared_intermediate)
 
@@ -181,8 +293,13 @@ def check_joined(made: LayerPlan, params: LayerParams) -> None:
     """Checks that a plan is for parameters that hold the shared expert as these do.
 
     Raises:
+      TypeError: it is no plan.
       ValueError: it is not.
     """
+    if not isinstance(made, LayerPlan):
+        raise TypeError(
+            f"plan is {checks.what(made)}; it must be a LayerPlan, from layer.plan(num_tokens)"
+        )
     if made.joined != params.joined:
         raise ValueError(
             f"plan.joined is {made.joined}, but params.joined is {params.joined}: make the plan "
@@ -198,6 +315,8 @@ def _check_params(
     intermediate: int,
     shared: int,
 ) -> None:
+    checks.check_array("params.router", params.router)
+    _check_leaves("params.experts", params.experts)
     for name, actual, expected in (
         ("params.router.shape", params.router.shape, (layer.num_experts, layer.hidden)),
         ("params.experts.num_experts", params.experts.num_experts, experts + params.joined),
@@ -213,6 +332,8 @@ def _check_params(
             f"{' or '.join(planner.DTYPES)}"
         )
     bias = params.router_bias
+    if bias is not None:
+        checks.check_array("params.router_bias", bias)
     if bias is not None and (bias.dtype != jnp.float32 or bias.shape != (layer.num_experts,)):
         raise ValueError(
             f"params.router_bias is {bias.dtype.name}{list(bias.shape)}; it must be "
@@ -226,6 +347,13 @@ def _check_params(
             )
         return
     _check_shared(layer, params, shared)
+
+
+def _check_leaves(name: str, weights: ExpertWeights) -> None:
+    """Refuses packed experts that hold something that is no array."""
+    for field in dataclasses.fields(weights):
+        if not field.metadata.get("static"):
+            checks.check_array(f"{name}.{field.name}", getattr(weights, field.name))
 
 
 def _check_shared(layer: MoELayer, params: LayerParams, intermediate: int) -> None:
@@ -253,6 +381,7 @@ def _check_shared(layer: MoELayer, params: LayerParams, intermediate: int) -> No
             raise type(error)(f"params.shared: {error}") from None
         return
     assert params.shared is not None
+    _check_leaves("params.shared", params.shared)
     for name, actual, expected in (
         ("num_experts", params.shared.num_experts, 1),
         ("hidden", params.shared.hidden, layer.hidden),

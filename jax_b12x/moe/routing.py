@@ -331,8 +331,7 @@ def _check_route(
         ("x", x, "[num_tokens, hidden]"),
         ("weight", weight, "[num_experts, hidden]"),
     ):
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise TypeError(f"{name} is a {type(array).__name__}; it must be an array")
+        checks.check_array(name, array)
         if array.dtype.name not in planner.DTYPES:
             raise TypeError(
                 f"{name} has dtype {array.dtype.name}; it must be {_list(planner.DTYPES)}"
@@ -365,12 +364,13 @@ def _check_route(
                 f"{name} {value} of at most {limit}"
             )
     if bias is not None:
+        checks.check_array("bias", bias)
         if bias.dtype != jnp.float32:
             raise TypeError(f"bias has dtype {bias.dtype.name}; it must be float32")
         if bias.shape != (num_experts,):
             raise ValueError(f"bias has shape {bias.shape}; it must be ({num_experts},)")
     if token_mask is not None:
-        _check_token_mask(token_mask, x.shape[0])
+        check_token_mask(token_mask, x.shape[0])
     if options.scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring is {options.scoring!r}; it must be 'softmax' or 'sigmoid'")
     if options.scoring == "softmax" and (options.num_groups, options.topk_groups) != (1, 1):
@@ -387,7 +387,14 @@ def _list(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def _check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
+def check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
+    """Checks a mask of tokens.
+
+    Raises:
+      TypeError: it is no array.
+      ValueError: it is of another dtype or shape.
+    """
+    checks.check_array("token_mask", token_mask)
     if token_mask.shape != (num_tokens,) or token_mask.dtype != jnp.bool_:
         raise ValueError(
             f"token_mask is {token_mask.dtype.name}{list(token_mask.shape)}; it must be "
@@ -415,7 +422,7 @@ def _check(
     if num_valid_tokens is not None:
         valid &= jnp.arange(num_tokens) < jnp.asarray(num_valid_tokens)
     if token_mask is not None:
-        _check_token_mask(token_mask, num_tokens)
+        check_token_mask(token_mask, num_tokens)
         valid &= token_mask
     largest = float(np.finfo(np.float32).max)
     logits = jnp.where(nan[:, None], 0, jnp.clip(logits, -largest, largest))
