@@ -149,19 +149,31 @@ def _all_reduce_in_order_jvp(static: _Static, primals: Any, tangents: Any) -> An
 
 
 def check_norm(
-    x: ArrayLike, residual: ArrayLike, weight: ArrayLike, eps: float
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike,
+    eps: float,
+    *,
+    weight_name: str = "weight",
 ) -> tuple[jax.Array, jax.Array, jax.Array, float]:
     """Checks what :func:`all_reduce_rms_norm` takes, and returns it as arrays and a number.
+
+    Args:
+      x: as there.
+      residual: as there.
+      weight: as there.
+      eps: as there.
+      weight_name: what the caller's argument is called.
 
     Raises: what :func:`all_reduce_rms_norm` raises for them.
     """
     x, residual = checks.array("x", x), checks.array("residual", residual)
-    weight = checks.array("weight", weight)
+    weight = checks.array(weight_name, weight)
     eps = checks.number("eps", eps)
     if eps < 0:
         raise ValueError(f"eps must be 0 or more, not {eps!r}")
     _check_dtype("x", x)
-    for name, array in (("residual", residual), ("weight", weight)):
+    for name, array in (("residual", residual), (weight_name, weight)):
         if array.dtype != x.dtype:
             raise TypeError(f"{name} must have the dtype of x, {x.dtype}, not {array.dtype}")
     if x.ndim == 0:
@@ -169,7 +181,9 @@ def check_norm(
     if residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {x.shape}, not {residual.shape}")
     if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}")
+        raise ValueError(
+            f"{weight_name} must have the shape [hidden], {x.shape[-1:]}, not {weight.shape}"
+        )
     return x, residual, weight, eps
 
 

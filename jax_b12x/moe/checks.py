@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_b12x.moe.geometry import BLOCK
 from jax_b12x.moe.plan import MoePlan
@@ -30,6 +31,21 @@ def check_array(name: str, value: Any) -> None:
     """
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
         raise TypeError(f"{name} is {what(value)}; it must be an array")
+
+
+def check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
+    """Checks a mask of tokens.
+
+    Raises:
+      TypeError: it is no array.
+      ValueError: it is of another dtype or shape.
+    """
+    check_array("token_mask", token_mask)
+    if token_mask.shape != (num_tokens,) or token_mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"token_mask is {token_mask.dtype.name}{list(token_mask.shape)}; it must be "
+            f"bool[{num_tokens}]"
+        )
 
 
 def check_arrays(

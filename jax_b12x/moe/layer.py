@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 
 from jax_b12x import capability, comm
 from jax_b12x.capability import DeviceCapability
-from jax_b12x.comm import call, checks
+from jax_b12x.comm import call
 from jax_b12x.comm.all_reduce import check_norm
 from jax_b12x.moe import (
     dense,
     joined,
     layer_checks,
     layer_explain,
+    layer_place,
     layer_plan,
     layer_routes,
     layer_shared,
@@ -58,9 +59,10 @@ class MoELayer:
 
     On each device: ``out = routed experts + shared expert``, in one call for decode
     (:func:`~jax_b12x.moe.moe_block`); then one reduction over the devices. Outside ``shard_map``
-    the layer maps itself over its mesh; inside one over that mesh it computes its device's part,
-    with ``params`` split as :meth:`param_specs` says. Without a mesh it runs on one device and
-    reduces nothing. It is inference-only.
+    the layer maps itself over its mesh, and so it does inside one over other axes, such as those of
+    data parallelism; inside one over its own axes it computes its device's part, with ``params``
+    split as :meth:`param_specs` says. Without a mesh it runs on one device and reduces nothing. It
+    is inference-only.
 
     Attributes:
       hidden: columns of ``x``.
@@ -312,7 +314,8 @@ class MoELayer:
         """Returns the layer's output, the same on every device.
 
         Args:
-          x: ``f32|bf16|f16[num_tokens, hidden]``, the same on every device.
+          x: ``f32|bf16|f16[num_tokens, hidden]``, the same on every device; on a mesh of Explicit
+            axes it has to be sharded like that, on one of Auto axes it is brought there.
           params: from :meth:`prepare`.
           pool: the channels of the layer's axes; needed where it has any.
           token_mask: ``bool[num_tokens]``; tokens where it is false are padding: they have no
@@ -373,17 +376,33 @@ class MoELayer:
     ) -> Any:
         """Runs the layer where it is, or over its mesh where it is outside of one."""
         layer_checks.check_call(self, x, params, pool, token_mask)
-        if self.mesh is None or set(self.axes) <= set(_manual_axes()):
+        if norm is not None:
+            norm = check_norm(x, *norm, weight_name="norm_weight")[1:]
+        axes = layer_place.axes_to_map(self)
+        if not axes:
             return self._run(x, params, pool, token_mask, norm)
-        eps = 0.0 if norm is None else checks.number("eps", norm[2])
-        arrays = (x, params, token_mask, None if norm is None else norm[:2])
+        eps = 0.0 if norm is None else norm[2]
+        residual, norm_weight = (None, None) if norm is None else norm[:2]
         replicated = PartitionSpec()
-        specs = (replicated, self.param_specs(params), replicated, replicated)
+        arguments = {
+            "x": (x, replicated),
+            "params": (params, self.param_specs(params)),
+            "token_mask": (token_mask, replicated),
+            "residual": (residual, replicated),
+            "norm_weight": (norm_weight, replicated),
+        }
+        layer_place.check_shardings(arguments)
 
-        def body(x: Any, params: Any, mask: Any, norm: Any) -> Any:
-            return self._run(x, params, pool, mask, None if norm is None else (*norm, eps))
+        def body(x: Any, params: Any, mask: Any, *norm: Any) -> Any:
+            return self._run(x, params, pool, mask, None if norm[0] is None else (*norm, eps))
 
-        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=replicated)(*arrays)
+        arrays, specs = zip(*arguments.values(), strict=True)
+        # Inside a shard_map over other axes the mesh in force is the layer's.
+        mesh = None if jax.sharding.get_abstract_mesh().manual_axes else self.mesh
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=specs, out_specs=replicated, axis_names=axes
+        )
+        return mapped(*arrays)
 
     def _run(
         self,
@@ -399,7 +418,6 @@ class MoELayer:
         if norm is not None:
             residual, weight, eps = norm
             if pool is None:
-                residual, weight, eps = check_norm(x, residual, weight, eps)[1:]
                 return comm.add_rms_norm(partial, residual, weight, eps)
             return comm.all_reduce_rms_norm(partial, residual, weight, eps, pool)
         return partial if pool is None else comm.all_reduce(partial, pool)
@@ -425,7 +443,14 @@ class MoELayer:
 
         Returns:
           ``x.dtype[num_tokens, hidden]``.
+
+        Raises:
+          TypeError: an argument has the wrong type or dtype.
+          ValueError: an argument has the wrong shape, the parameters or the plan are not the
+            layer's, or a mesh's axes are not those of a ``shard_map``.
+          NotImplementedError: the call is differentiated.
         """
+        layer_place.check_inside(self)
         layer_checks.check_tokens(self, x, token_mask)
         layer_checks.check_local(self, x, params)
         made = plan or self.plan(x.shape[0], dtype=x.dtype, joined=bool(params.joined))
@@ -463,7 +488,3 @@ class MoELayer:
         if self.mesh is None:
             return capability.current()
         return capability.detect(self.mesh.devices.flat[0])
-
-
-def _manual_axes() -> tuple[str, ...]:
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_b12x import comm
-from jax_b12x.moe import checks, dense, planner, routing, sharding
+from jax_b12x.moe import checks, dense, planner, sharding
 from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.geometry import BLOCK
 from jax_b12x.moe.joined import JoinedExpert
@@ -224,7 +224,7 @@ def check_tokens(layer: MoELayer, x: jax.Array, token_mask: jax.Array | None) ->
             f"x has shape {x.shape}; it must be [num_tokens, hidden], with hidden {layer.hidden}"
         )
     if token_mask is not None:
-        routing.check_token_mask(token_mask, x.shape[0])
+        checks.check_token_mask(token_mask, x.shape[0])
 
 
 def check_container(params: LayerParams) -> None:

@@ -370,7 +370,7 @@ def _check_route(
         if bias.shape != (num_experts,):
             raise ValueError(f"bias has shape {bias.shape}; it must be ({num_experts},)")
     if token_mask is not None:
-        check_token_mask(token_mask, x.shape[0])
+        checks.check_token_mask(token_mask, x.shape[0])
     if options.scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring is {options.scoring!r}; it must be 'softmax' or 'sigmoid'")
     if options.scoring == "softmax" and (options.num_groups, options.topk_groups) != (1, 1):
@@ -385,21 +385,6 @@ def _check_route(
 
 def _list(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
-    """Checks a mask of tokens.
-
-    Raises:
-      TypeError: it is no array.
-      ValueError: it is of another dtype or shape.
-    """
-    checks.check_array("token_mask", token_mask)
-    if token_mask.shape != (num_tokens,) or token_mask.dtype != jnp.bool_:
-        raise ValueError(
-            f"token_mask is {token_mask.dtype.name}{list(token_mask.shape)}; it must be "
-            f"bool[{num_tokens}]"
-        )
 
 
 def _check(
@@ -422,7 +407,7 @@ def _check(
     if num_valid_tokens is not None:
         valid &= jnp.arange(num_tokens) < jnp.asarray(num_valid_tokens)
     if token_mask is not None:
-        check_token_mask(token_mask, num_tokens)
+        checks.check_token_mask(token_mask, num_tokens)
         valid &= token_mask
     largest = float(np.finfo(np.float32).max)
     logits = jnp.where(nan[:, None], 0, jnp.clip(logits, -largest, largest))
