@@ -122,3 +122,10 @@ def test_an_argument_of_another_type_is_named():
     layer = MoELayer.of(block)
     with pytest.raises(TypeError, match=r"layer is a State; it must be a moe\.MoELayer"):
         MoELayer(nnx.state(layer), layer.params.get_value())
+
+
+def test_a_module_that_serves_has_nothing_to_train():
+    layer, x = MoELayer.of(make_block()), make_x()
+    assert not jax.tree.leaves(nnx.grad(lambda layer: layer(x).sum())(layer))
+    with pytest.raises(NotImplementedError, match="MoELayer is inference-only"):
+        jax.grad(lambda x: layer(x).sum())(x)

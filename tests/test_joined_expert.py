@@ -227,12 +227,12 @@ def test_vmap_over_tokens_and_no_tokens(rng):
     assert layer(x[:0], prepared).shape == (0, HIDDEN)
 
 
-def test_differentiating_a_joined_layer_says_what_to_differentiate(rng):
+def test_differentiating_a_joined_layer_says_what_to_train(rng):
     layer = joined_layer()
     params, x = make_params(rng, layer), make_x(rng, 3)
     prepared = layer.prepare(params)
-    for tokens, op in ((x, "moe_block"), (jnp.tile(x, (20, 1)), "fused_moe")):
-        with pytest.raises(NotImplementedError, match=f"{op} is inference-only"):
+    for tokens in (x, jnp.tile(x, (20, 1))):
+        with pytest.raises(NotImplementedError, match=r"MoELayer is inference-only.*; train with"):
             jax.jit(jax.grad(lambda x: layer(x, prepared).sum()))(tokens)
 
 

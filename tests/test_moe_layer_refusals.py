@@ -1,5 +1,6 @@
 """What ``MoELayer`` refuses: fields, arguments and parameters that do not fit, by name."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -179,21 +180,43 @@ def test_what_a_custom_router_returns_is_checked_on_every_mesh_before_it_is_cut(
         run(layer, params, x) if axes else jax.jit(layer)(x, params)
 
 
-def test_differentiating_the_layer_says_that_it_is_inference_only(rng):
+@pytest.mark.parametrize("split", [None, "tensor 2"])
+@pytest.mark.parametrize("num_tokens", [4, 80])
+def test_differentiating_the_layer_says_that_it_is_inference_only(rng, split, num_tokens):
+    layer = make_layer() if split is None else split_layer(split)
+    params, x = make_params(rng, layer), make_x(rng, num_tokens)
+    prepared, weight = layer.prepare(params), jnp.ones(HIDDEN)
+    said = r"MoELayer is inference-only and has no derivative; train with jax_b12x\.flax\.Trainable"
+    with contextlib.ExitStack() as stack:
+        pool = None if split is None else stack.enter_context(pool_of(layer))
+
+        def of_call(x, router):
+            return layer(x, dataclasses.replace(prepared, router=router), pool=pool).sum()
+
+        def of_norm(residual, weight):
+            return layer.add_norm(x, prepared, residual, weight, 1e-6, pool=pool)[1].sum()
+
+        for function, arguments in ((of_call, (x, params.router)), (of_norm, (x, weight))):
+            for argument in (0, 1):
+                gradient = jax.grad(function, argnums=argument)
+                for run_it in (gradient, jax.jit(gradient)):
+                    with pytest.raises(NotImplementedError, match=said):
+                        run_it(*arguments)
+        if split is None:
+            with pytest.raises(NotImplementedError, match=said):
+                jax.grad(lambda x: layer.partial(x, prepared).sum())(x)
+
+
+def test_a_model_around_the_layer_has_gradients_where_the_layer_has_none(rng):
     layer = make_layer()
-    params, x = make_params(rng, layer), make_x(rng, 4)
-    with pytest.raises(NotImplementedError, match="moe_block is inference-only"):
-        jax.jit(jax.grad(lambda x: layer(x, params).sum()))(x)
-    many = jnp.tile(x, (20, 1))
-    with pytest.raises(NotImplementedError, match="fused_moe is inference-only"):
-        jax.jit(jax.grad(lambda x: layer(x, params).sum()))(many)
-    split = split_layer("tensor 2")
-    prepared = split.prepare(params)
-    with (
-        pool_of(split) as pool,
-        pytest.raises(NotImplementedError, match="moe_block is inference-only"),
-    ):
-        jax.jit(jax.grad(lambda x: split(x, prepared, pool=pool).sum()))(x)
+    params, x = layer.prepare(make_params(rng, layer)), make_x(rng, 4)
+
+    def loss(scale, x):
+        y = layer(jax.lax.stop_gradient(scale * x), params)
+        return (scale * y).sum()
+
+    y = layer(2 * x, params)
+    np.testing.assert_allclose(jax.grad(loss)(2.0, x), y.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,9 @@ class TrainableExperts(nnx.Module):
 class PackedExperts(nnx.Module):
     """Experts in packed 4-bit weights, computed by :func:`jax_b12x.moe.fused_moe`; inference only.
 
+    The weights are no ``nnx.Param``, so that ``nnx.grad`` and ``nnx.Optimizer`` leave them out. A
+    gradient with respect to ``x`` is an error.
+
     Attributes:
       weights: an ``nnx.Variable`` that holds the :class:`jax_b12x.moe.ExpertWeights`.
     """

@@ -24,6 +24,10 @@ class MoELayer(nnx.Module):
         layer = MoELayer.of(block.moe, mesh=mesh, tensor_axis="tp", pool=pool)
         y = layer(x)
 
+    It is inference-only. Its parameters are no ``nnx.Param``: to ``nnx.grad`` and ``nnx.Optimizer``
+    there is nothing of it to train, so that of a module of nothing else they have an empty state.
+    A gradient with respect to ``x`` is an error.
+
     Attributes:
       layer: what is computed, and how it is split.
       params: an ``nnx.Variable`` that holds the :class:`jax_b12x.moe.LayerParams`.

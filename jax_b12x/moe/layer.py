@@ -17,7 +17,6 @@ from jax_b12x.capability import DeviceCapability
 from jax_b12x.comm import call
 from jax_b12x.comm.all_reduce import check_norm
 from jax_b12x.moe import (
-    dense,
     joined,
     layer_checks,
     layer_explain,
@@ -30,6 +29,7 @@ from jax_b12x.moe import (
 from jax_b12x.moe.block import moe_block
 from jax_b12x.moe.block_plan import OverlapChoice
 from jax_b12x.moe.dense import DenseExpert
+from jax_b12x.moe.inference_only import guard
 from jax_b12x.moe.joined import JoinedExpert
 from jax_b12x.moe.layer_params import LayerParams
 from jax_b12x.moe.layer_plan import LayerPlan, LocalShapes, SharedFormat
@@ -42,6 +42,8 @@ from jax_b12x.moe.weights import ExpertWeights
 # ``topk_ids: int32[num_tokens, top_k]``, different ones in a row, and ``topk_weights: f32[...]``.
 CustomRouter = Callable[[jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]
 Router = Literal["softmax", "sigmoid"] | CustomRouter
+
+_ADVICE = "train with jax_b12x.flax.TrainableExperts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,13 +378,17 @@ class MoELayer:
     ) -> Any:
         """Runs the layer where it is, or over its mesh where it is outside of one."""
         layer_checks.check_call(self, x, params, pool, token_mask)
+        residual, norm_weight, eps = None, None, 0.0
         if norm is not None:
-            norm = check_norm(x, *norm, weight_name="norm_weight")[1:]
+            _, residual, norm_weight, eps = check_norm(x, *norm, weight_name="norm_weight")
+        x, params, token_mask, residual, norm_weight = guard(
+            "MoELayer", _ADVICE, (x, params, token_mask, residual, norm_weight)
+        )
+        if residual is not None and norm_weight is not None:
+            norm = (residual, norm_weight, eps)
         axes = layer_place.axes_to_map(self)
         if not axes:
             return self._run(x, params, pool, token_mask, norm)
-        eps = 0.0 if norm is None else norm[2]
-        residual, norm_weight = (None, None) if norm is None else norm[:2]
         replicated = PartitionSpec()
         arguments = {
             "x": (x, replicated),
@@ -455,6 +461,7 @@ class MoELayer:
         layer_checks.check_local(self, x, params)
         made = plan or self.plan(x.shape[0], dtype=x.dtype, joined=bool(params.joined))
         layer_checks.check_joined(made, params)
+        x, params, token_mask = guard("MoELayer", _ADVICE, (x, params, token_mask))
         shared = None if isinstance(params.shared, JoinedExpert) else params.shared
         if made.block is None:
             ids, weights = layer_routes.routes(self, x, params, token_mask, decode=False)
@@ -462,27 +469,17 @@ class MoELayer:
             if shared is None:
                 return routed
             if isinstance(shared, DenseExpert):
-                local = self.local
-                dense.check_expert(shared, local.hidden, local.shared_intermediate, x.dtype)
-            added = self._shared_of_many(x, shared, made.routed)
+                added = layer_shared.dense(x, shared, self.activation)
+            else:
+                shared_plan = layer_plan.shared_plan(self.local, made.routed)
+                assert isinstance(shared_plan, MoePlan)
+                added = layer_shared.packed(x, shared, shared_plan)
             return (routed.astype(jnp.float32) + added).astype(x.dtype)
         block = functools.partial(moe_block, x, params.experts, shared=shared, plan=made.block)
         if made.block.router:
             router = layer_routes.in_block(self, params)
             return block(router=router, token_mask=token_mask).out
         return block(topk=layer_routes.routes(self, x, params, token_mask, decode=True)).out
-
-    def _shared_of_many(
-        self, x: jax.Array, shared: DenseExpert | ExpertWeights, routed: MoePlan
-    ) -> jax.Array:
-        """Returns the shared expert's output in fp32, by XLA's products where it is dense."""
-        if isinstance(shared, DenseExpert):
-            return layer_shared.dense(x, shared, self.activation)
-        ids = jnp.zeros_like(x[:, :1], jnp.int32)
-        weights = jnp.ones_like(x[:, :1], jnp.float32)
-        plan = layer_plan.shared_plan(self.local, routed)
-        assert isinstance(plan, MoePlan)
-        return fused_moe(x, shared, ids, weights, plan=plan).astype(jnp.float32)
 
     def _device(self) -> DeviceCapability:
         if self.mesh is None:

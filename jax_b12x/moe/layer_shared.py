@@ -1,4 +1,4 @@
-"""The shared expert of an MoE layer in plain ``jnp``, in fp32 to the end."""
+"""The shared expert of many tokens, apart from the routed ones and in fp32 to the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from jax import lax
 
 from jax_b12x.moe import reference
 from jax_b12x.moe.dense import DenseExpert
+from jax_b12x.moe.op import fused_moe
+from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.recipe import Activation
+from jax_b12x.moe.weights import ExpertWeights
 
 
 def dense(x: jax.Array, expert: DenseExpert, activation: Activation) -> jax.Array:
@@ -29,6 +32,19 @@ def dense(x: jax.Array, expert: DenseExpert, activation: Activation) -> jax.Arra
     if expert.shared_gate is not None:
         y = y * jax.nn.sigmoid(_dot(x, expert.shared_gate[None]))
     return y
+
+
+def packed(x: jax.Array, expert: ExpertWeights, plan: MoePlan) -> jax.Array:
+    """Returns ``f32[num_tokens, hidden]``: what a packed expert gives that every token goes to.
+
+    Args:
+      x: ``f32|bf16|f16[num_tokens, hidden]``.
+      expert: one expert.
+      plan: of it, for so many tokens.
+    """
+    ids = jnp.zeros_like(x[:, :1], jnp.int32)
+    weights = jnp.ones_like(x[:, :1], jnp.float32)
+    return fused_moe(x, expert, ids, weights, plan=plan).astype(jnp.float32)
 
 
 def _dot(a: jax.Array, w: jax.Array) -> jax.Array:

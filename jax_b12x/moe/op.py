@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_b12x import _native, config, workspace
 from jax_b12x.moe import checks, reference
+from jax_b12x.moe.inference_only import without_derivative
 from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.plan import plan as make_plan
 from jax_b12x.moe.recipe import SILU, Activation
@@ -121,16 +122,7 @@ def _inference_only(plan: MoePlan, place: workspace.Place) -> Any:
         out = _inference_only(_replan(plan, rows), place)(*flat, weights)
         return out.reshape(axis_size, plan.num_tokens, plan.hidden), True
 
-    guarded = jax.custom_jvp(batchable)
-
-    @guarded.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            "fused_moe is inference-only and has no derivative; differentiate "
-            "jax_b12x.moe.reference.moe, or put jax.lax.stop_gradient around its arguments"
-        )
-
-    return guarded
+    return without_derivative("fused_moe", "differentiate jax_b12x.moe.reference.moe", batchable)
 
 
 def _replan(plan: MoePlan, num_tokens: int) -> MoePlan:

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_b12x.moe.inference_only import without_derivative
+
 
 def token_call(name: str, advice: str, run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Returns ``run`` with a rule for ``vmap`` over tokens, and without a derivative.
@@ -45,16 +47,7 @@ def token_call(name: str, advice: str, run: Callable[[Any, Any], Any]) -> Callab
         out = jax.tree.map(lambda a: a.reshape(axis_size, num_tokens, *a.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 
-    call = jax.custom_jvp(batchable)
-
-    @call.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} is inference-only and has no derivative; {advice}, or put "
-            "jax.lax.stop_gradient around its arguments"
-        )
-
-    return call
+    return without_derivative(name, advice, batchable)
 
 
 def absent_as_scalar(array: jax.Array | None) -> jax.Array:
