@@ -129,3 +129,8 @@ def test_a_module_that_serves_has_nothing_to_train():
     assert not jax.tree.leaves(nnx.grad(lambda layer: layer(x).sum())(layer))
     with pytest.raises(NotImplementedError, match="MoELayer is inference-only"):
         jax.grad(lambda x: layer(x).sum())(x)
+
+
+def test_its_programs_bear_its_name():
+    layer = MoELayer.of(make_block())
+    assert "module @jit_moe_layer " in nnx.jit(layer).lower(make_x()).lowered.as_text()

@@ -1,6 +1,7 @@
 """``MoELayer`` on one device and split: the sum of its parts, for few tokens and for many."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -137,3 +138,13 @@ def test_workspaces_of_two_lanes_are_apart(rng):
         with pytest.raises(ValueError, match="the lane is 'default', and workspace pool"):
             step(x, params)
         del step
+
+
+def test_programs_and_records_of_a_layer_bear_its_name(rng):
+    layer, split = make_layer(), split_layer("tensor 2")
+    params, x = make_params(rng, layer), make_x(rng, 4)
+    assert "module @jit_moe_layer " in jax.jit(layer).lower(x, params).as_text()
+    with pool_of(split) as pool:
+        step = jax.jit(functools.partial(split, pool=pool))
+        step(x, split.prepare(params)).block_until_ready()
+        assert [record.program for record in pool.records()] == ["jit_moe_layer"]

@@ -34,6 +34,9 @@ class MoELayer(nnx.Module):
       pool: the channels of the layer's axes, or ``None``.
     """
 
+    # What nnx.jit(layer) is called in profiles and records.
+    __name__ = "moe_layer"
+
     def __init__(
         self,
         layer: moe.MoELayer,

@@ -117,6 +117,9 @@ class MoELayer:
     expert_axis: str | None = None
     overlap: OverlapChoice = "auto"
 
+    # What jax.jit(layer) is called in profiles and records; no field, since it has no type.
+    __name__ = "moe_layer"
+
     def __post_init__(self) -> None:
         layer_checks.check_fields(self)
 
