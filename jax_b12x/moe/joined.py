@@ -54,6 +54,16 @@ def obstacle(experts: ExpertWeights, shared: ExpertWeights, recipe: str) -> str 
         if own != others:
             has, has_not = ("shared", "routed") if own else ("routed", "shared")
             return f"of shared and routed experts only the {has} have a {name}, the {has_not} none"
+    return scale_obstacle(experts, shared, recipe)
+
+
+def scale_obstacle(
+    experts: ExpertWeights, shared: ExpertWeights | JoinedExpert, recipe: str
+) -> str | None:
+    """Returns why one launch cannot quantize ``x`` for routed and shared experts, or ``None``.
+
+    Args: those of :func:`obstacle`.
+    """
     if not get_recipe(recipe).quantized_activations:
         return None
     scales = (shared.w13_input_scale, experts.w13_input_scale)

@@ -17,11 +17,11 @@ from jax_b12x.capability import DeviceCapability
 from jax_b12x.comm import call
 from jax_b12x.comm.all_reduce import check_norm
 from jax_b12x.moe import (
-    joined,
     layer_checks,
     layer_explain,
     layer_place,
     layer_plan,
+    layer_prepare,
     layer_routes,
     layer_shared,
     sharding,
@@ -36,7 +36,6 @@ from jax_b12x.moe.layer_plan import LayerPlan, LocalShapes, SharedFormat
 from jax_b12x.moe.op import fused_moe
 from jax_b12x.moe.plan import Implementation, MoePlan
 from jax_b12x.moe.recipe import SILU, Activation, RecipeName, WeightFormat
-from jax_b12x.moe.weights import ExpertWeights
 
 # From ``logits: f32[num_tokens, num_experts]`` and ``token_mask: bool[num_tokens]`` or ``None`` to
 # ``topk_ids: int32[num_tokens, top_k]``, different ones in a row, and ``topk_weights: f32[...]``.
@@ -226,64 +225,23 @@ class MoELayer:
         two has biases or, in recipes that quantize ``x``, where their ``w13_input_scale`` differ.
         :meth:`LayerParams.unprepare` gives back what was loaded.
 
+        Parameters that were prepared for one device may be prepared again. Without a mesh it works
+        under ``jax.jit``, where recipes that quantize ``x`` cannot compare input scales, so that a
+        packed shared expert stays apart.
+
         Args:
-          params: of the whole layer, experts in the ``checkpoint`` layout.
-          donate: free the packed arrays of ``params.experts`` as soon as they are repacked or
-            joined, a matrix after the other; ``params`` can't be used afterwards. Not on a mesh,
-            whose devices take their parts in turn.
+          params: of the whole layer, experts in any layout.
+          donate: free the packed arrays of ``params.experts`` as soon as they are copied, a matrix
+            after the other; ``params`` can't be used afterwards. Arrays that the result has too,
+            since nothing was to do about them, live on in it. Not on a mesh, whose devices take
+            their parts in turn, and not under ``jax.jit``.
 
         Raises:
-          TypeError: ``params`` or one of them is of another type.
-          ValueError: the parameters are not those of this layer, or ``donate`` on a mesh.
+          TypeError: ``params`` or one of them is of another type, or traced where that cannot be.
+          ValueError: the parameters are not those of this layer, or split over devices already; or
+            ``donate`` on a mesh.
         """
-        layer_checks.check_container(params)
-        if donate and self.mesh is not None:
-            raise ValueError("donate is True, but the layer has a mesh: del params afterwards")
-        if params.joined:
-            params = params.unprepare()
-        layer_checks.check_whole(self, params)
-        if self.mesh is None:
-            return self._prepared(params, donate)
-
-        def part(position: dict[str, int]) -> LayerParams:
-            expert_part = position.get(self.expert_axis or "", 0)
-            tensor_part = position.get(self.tensor_axis or "", 0)
-            experts = sharding.split_experts(
-                params.experts,
-                expert_parts=self.expert_parts,
-                expert_part=expert_part,
-                tensor_parts=self.tensor_parts,
-                tensor_part=tensor_part,
-            )
-            shared, rank = params.shared, expert_part * self.tensor_parts + tensor_part
-            if isinstance(shared, DenseExpert):
-                shared = sharding.split_dense(shared, self.world_size, rank)
-            elif isinstance(shared, ExpertWeights):
-                shared = sharding.split_experts(
-                    shared, tensor_parts=self.world_size, tensor_part=rank
-                )
-            parts = (self.expert_parts, self.tensor_parts)
-            split = dataclasses.replace(params, experts=experts, shared=shared, parts=parts)
-            return self._prepared(split)
-
-        return sharding.place(part, self.mesh, self.param_specs)
-
-    def _prepared(self, params: LayerParams, donate: bool = False) -> LayerParams:
-        experts, shared = params.experts, params.shared
-        # Layouts do not depend on the dtype of x, and this one has kernels everywhere.
-        made = self.plan(1, dtype=jnp.bfloat16)
-        if made.joined and isinstance(shared, ExpertWeights):
-            if joined.obstacle(experts, shared, self.recipe) is None:
-                experts, among = joined.join(
-                    experts, shared, made.joined, made.routed, donate=donate
-                )
-                return dataclasses.replace(params, experts=experts, shared=among)
-            made = self.plan(1, dtype=jnp.bfloat16, joined=False)
-        shared_plan = layer_plan.shared_plan(self.local, made.routed)
-        if isinstance(shared, ExpertWeights) and isinstance(shared_plan, MoePlan):
-            shared = shared.prepare(shared_plan, donate=donate)
-        experts = experts.prepare(made.routed, donate=donate)
-        return dataclasses.replace(params, experts=experts, shared=shared)
+        return layer_prepare.prepare(self, params, donate)
 
     def param_specs(self, params: LayerParams) -> LayerParams:
         """Returns the ``PartitionSpec`` of each array of prepared parameters, as ``in_specs``.

@@ -272,7 +272,13 @@ def check_whole(layer: MoELayer, params: LayerParams) -> None:
       ValueError: they are not.
     """
     if params.parts != (1, 1):
-        raise ValueError(f"params are split over {params.parts} devices already")
+        parts = (layer.expert_parts, layer.tensor_parts)
+        remedy = f"this layer is split over {parts}: load them again, and prepare those"
+        if params.parts == parts:
+            remedy = "call the layer with them as they are"
+        raise ValueError(
+            f"params are split over {params.parts} devices (experts, columns) already; {remedy}"
+        )
     _check_params(layer, params, layer.num_experts, layer.intermediate, layer.shared_intermediate)
 
 

@@ -111,7 +111,12 @@ class ExpertWeights:
             return self
         if self.layout != "checkpoint":
             checkpoint = self.unprepare()
-            return checkpoint if plan.weight_layout == "checkpoint" else checkpoint.prepare(plan)
+            if donate:
+                jax.block_until_ready(checkpoint)
+                self.free()
+            if plan.weight_layout == "checkpoint":
+                return checkpoint
+            return checkpoint.prepare(plan, donate=donate)
         repacked: dict[str, jax.Array] = {}
         for name, gated in (("w13", True), ("w2", False)):
             packed, scale = getattr(self, name), getattr(self, f"{name}_scale")
@@ -123,6 +128,11 @@ class ExpertWeights:
                 packed.delete()
                 scale.delete()
         return dataclasses.replace(self, layout="sm90", **repacked)  # type: ignore[arg-type]
+
+    def free(self) -> None:
+        """Frees the packed arrays and their block scales; the weights can't be used afterwards."""
+        for array in (self.w13, self.w13_scale, self.w2, self.w2_scale):
+            array.delete()
 
     def unprepare(self) -> ExpertWeights:
         """Returns these weights in the ``checkpoint`` layout, bit for bit as they were loaded."""
