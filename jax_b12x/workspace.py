@@ -151,6 +151,8 @@ class WorkspacePool(lifetime.ClosesOnExit):
                 raise ValueError(f"lanes must be names such as ('target', 'draft'), not {lanes!r}")
             for lane in lanes:
                 check_lane(lane)
+            if len(set(lanes)) < len(lanes):
+                raise ValueError(f"lanes must be different names, not {lanes!r}")
         if name is not None and (not isinstance(name, str) or not name):
             raise TypeError(f"name must be a text that is not empty, or None, not {name!r}")
         if max_bytes is not None:

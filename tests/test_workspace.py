@@ -184,6 +184,11 @@ def test_what_is_not_a_name_is_no_lane(name):
         workspace.WorkspacePool(lanes=("target", name))
 
 
+def test_a_lane_that_is_named_twice_is_refused():
+    with pytest.raises(ValueError, match=r"lanes must be different names, not \('a', 'b', 'a'\)"):
+        workspace.WorkspacePool(lanes=("a", "b", "a"))
+
+
 def test_a_program_that_was_stored_is_refused_in_a_lane_that_is_not_there(arguments):
     weights, *tokens = arguments
     stable = jax.export.DisabledSafetyCheck.custom_call(moe.TARGET)
