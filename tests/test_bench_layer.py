@@ -109,6 +109,14 @@ def test_it_runs_over_two_cpu_devices(tmp_path, capsys):
     assert "x parts" in capsys.readouterr().out
 
 
-def test_more_ranks_than_devices_is_an_error(capsys):
-    assert cli.main(["bench", "layer", "--ranks", "99"]) == 2
-    assert "--ranks is 99; JAX sees 8 device(s)" in capsys.readouterr().err
+@pytest.mark.parametrize("benchmark", ["layer", "comm", "dcp"])
+def test_more_ranks_than_devices_is_an_error_that_says_how_a_cpu_gets_more(benchmark, capsys):
+    assert cli.main(["bench", benchmark, "--ranks", "99"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "--ranks is 99; JAX sees 8 devices" in error
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=99 and NPROC=64" in error
+
+
+def test_fewer_ranks_than_an_exchange_has_is_an_error(capsys):
+    assert cli.main(["bench", "dcp", "--ranks", "1"]) == 2
+    assert "--ranks is 1; it must be 2 or more" in capsys.readouterr().err

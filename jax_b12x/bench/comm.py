@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from jax_b12x import capability, comm
-from jax_b12x.bench import Progress, options, timing
+from jax_b12x import comm
+from jax_b12x.bench import Progress, options, ranks, timing
 from jax_b12x.bench import plot as plot_lib
 from jax_b12x.bench.measurement import Environment, Measurement, Report
 
@@ -42,10 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Progress) -> Report:
     """Measures."""
-    devices = capability.devices()
-    if len(devices) < args.ranks:
-        raise ValueError(f"--ranks is {args.ranks}; JAX sees {len(devices)} device(s)")
-    mesh = Mesh(np.array(devices[: args.ranks]), ("tp",))
+    mesh = Mesh(np.array(ranks.devices(args.ranks)), ("tp",))
     measurements: list[Measurement] = []
     for kib in args.kib:
         rows = max(1, round(kib * 1024 / (2 * args.hidden)))

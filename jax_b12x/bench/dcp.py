@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from jax_b12x import capability, comm
-from jax_b12x.bench import Progress, options, timing
+from jax_b12x import comm
+from jax_b12x.bench import Progress, options, ranks, timing
 from jax_b12x.bench import plot as plot_lib
 from jax_b12x.bench.measurement import Environment, Measurement, Report
 from jax_b12x.comm import dcp_primitives
@@ -53,18 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Progress) -> Report:
     """Measures."""
-    devices = capability.devices()
-    if not 2 <= args.ranks <= len(devices):
-        raise ValueError(
-            f"--ranks is {args.ranks}; it must be from 2 to the {len(devices)} devices"
-        )
+    devices = ranks.devices(args.ranks, least=2)
     for heads, head_dim in args.shapes:
         if heads % args.ranks or head_dim % 8 or head_dim > 1024:
             raise ValueError(
                 f"--shapes has {heads}x{head_dim}; heads must be divisible by the ranks and "
                 "head_dim a multiple of 8 up to 1024"
             )
-    mesh = Mesh(np.array(devices[: args.ranks]), ("dcp",))
+    mesh = Mesh(np.array(devices), ("dcp",))
     measurements: list[Measurement] = []
     progress("the link")
     measurements += timing.chains({"swap": _swap(mesh)}, {"op": "link"}, 1, args.samples)

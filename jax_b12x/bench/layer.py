@@ -24,7 +24,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from jax_b12x import capability, comm, moe
-from jax_b12x.bench import Progress, layer_data, options
+from jax_b12x.bench import Progress, layer_data, options, ranks
 from jax_b12x.bench import plot as plot_lib
 from jax_b12x.bench.measurement import Environment, Measurement, Report, Value
 from jax_b12x.bench.timing import chains
@@ -94,14 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, progress: Progress) -> Report:
     """Measures."""
-    devices = capability.devices()
-    if len(devices) < args.ranks:
-        raise ValueError(f"--ranks is {args.ranks}; JAX sees {len(devices)} device(s)")
+    devices = ranks.devices(args.ranks)
     on_gpu = capability.current().platform == "cuda"
     ((hidden, intermediate),) = args.shape or (((4096, 1408),) if on_gpu else ((512, 256),))
     experts = args.experts or (128 if on_gpu else 16)
     top_k = args.top_k or (8 if on_gpu else 4)
-    mesh = Mesh(np.array(devices[: args.ranks]), (_AXIS,)) if args.ranks > 1 else None
+    mesh = Mesh(np.array(devices), (_AXIS,)) if args.ranks > 1 else None
     base = moe.MoELayer(
         hidden=hidden,
         intermediate=intermediate,
