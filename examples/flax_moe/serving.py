@@ -19,7 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from examples.flax_moe.model import Decoder
 from jax_b12x import comm
+from jax_b12x.comm.topology import MAX_WORLD_SIZE
 from jax_b12x.flax import MoELayer, SwiGLU
+from jax_b12x.moe.geometry import BLOCK
+from jax_b12x.moe.sharding import SHARED_BLOCK
 
 AXIS = "tp"
 
@@ -40,7 +43,11 @@ def choose_devices(count: int) -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices()
     if not 1 <= count <= len(devices):
-        raise ValueError(f"--devices is {count}; JAX sees {len(devices)} devices")
+        sees = "1 device" if len(devices) == 1 else f"{len(devices)} devices"
+        raise ValueError(
+            f"--devices is {count}; "
+            + ("it must be 1 or more" if count < 1 else f"JAX sees {sees}")
+        )
     return devices[:count]
 
 
@@ -88,6 +95,38 @@ class SplitSwiGLU(nnx.Module):
         return split(x.astype(self.dtype), *(array.astype(self.dtype) for array in arrays))
 
 
+def check_split(model: Decoder, devices: int) -> None:
+    """Refuses a number of devices that the model's columns do not split over.
+
+    Args:
+      model: with packed experts.
+      devices: how many.
+
+    Raises:
+      ValueError: says which numbers would do.
+    """
+    block = model.blocks[0].moe
+    experts = block.experts.weights.get_value()
+    widths = {
+        "routed experts": (experts.intermediate, BLOCK[experts.format]),
+        "shared experts": (block.shared.down.kernel.shape[0], SHARED_BLOCK),
+        "the draft head": (model.draft_head.mlp.down.kernel.shape[0], 1),
+    }
+
+    def fits(count: int) -> bool:
+        return all(columns % (count * multiple) == 0 for columns, multiple in widths.values())
+
+    if not fits(devices):
+        columns = ", ".join(
+            f"{name} {columns} in blocks of {multiple}" if multiple > 1 else f"{name} {columns}"
+            for name, (columns, multiple) in widths.items()
+        )
+        allowed = ", ".join(str(count) for count in range(1, MAX_WORLD_SIZE + 1) if fits(count))
+        raise ValueError(
+            f"--devices is {devices}; the model's columns split over {allowed} devices ({columns})"
+        )
+
+
 def serve(
     model: Decoder, devices: Sequence[jax.Device] | None = None
 ) -> tuple[Decoder, comm.ChannelPool | None]:
@@ -99,11 +138,15 @@ def serve(
 
     Returns:
       The model, and the pool that it communicates on: ``None`` for one device.
+
+    Raises:
+      ValueError: the model does not split over so many devices.
     """
     if devices is None or len(devices) == 1:
         for block in model.blocks:
             block.moe = MoELayer.of(block.moe)
         return model, None
+    check_split(model, len(devices))
     mesh = Mesh(np.array(devices), (AXIS,))
     pool = comm.ChannelPool(mesh, AXIS)
     layers = [

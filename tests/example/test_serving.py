@@ -136,3 +136,13 @@ def test_more_devices_than_there_are_is_an_error(capsys):
     with pytest.raises(SystemExit):
         generate.main(["--devices", "99"])
     assert "--devices is 99; JAX sees 8 devices" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        generate.main(["--devices", "0"])
+    assert "--devices is 0; it must be 1 or more" in capsys.readouterr().err
+
+
+def test_devices_that_the_model_does_not_split_over_are_an_error_that_says_which_would_do(capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["--devices", "3"])
+    error = capsys.readouterr().err
+    assert "--devices is 3; the model's columns split over 1, 2, 4, 8 devices (routed ex" in error
