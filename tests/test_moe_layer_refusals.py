@@ -145,6 +145,15 @@ def test_on_one_device_add_norm_checks_what_it_checks_on_a_mesh(rng):
         ({"router": "sigmoid", "num_groups": 3}, "num_groups is 3; it must divide"),
         ({"router": lambda a, b: a, "routed_scaling_factor": 3.0}, "is a function returns weights"),
         ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan; it must be"),
+        ({"routed_scaling_factor": np.float32("inf")}, "routed_scaling_factor is .*inf.*; it must"),
+        (
+            {"routed_scaling_factor": np.True_},
+            "routed_scaling_factor is .*True.*; it must be a fin",
+        ),
+        (
+            {"routed_scaling_factor": np.ones(1)},
+            "routed_scaling_factor is .*; it must be .* no arr",
+        ),
         ({"recipe": "nvfp4", "weight_format": "mxfp4"}, "weight_format is 'mxfp4'; it must be"),
         ({"hidden": 128.0}, "hidden is 128.0; it must be an integer"),
     ],
@@ -307,3 +316,11 @@ def test_a_dense_shared_expert_that_is_converted_goes_with_x(rng, split, num_tok
     assert out.dtype == jnp.bfloat16
     if pool is not None:
         pool.close()
+
+
+@pytest.mark.parametrize("scale", [np.float32(2.5), np.float64(2.5), np.float16(2.5), 2.5])
+def test_a_scaling_factor_may_be_a_numpy_scalar(scale):
+    layer = make_layer(routed_scaling_factor=scale)
+    assert type(layer.routed_scaling_factor) is float
+    assert layer == make_layer(routed_scaling_factor=2.5)
+    assert make_layer(routed_scaling_factor=np.int32(2)).routed_scaling_factor == 2.0

@@ -121,6 +121,8 @@ class MoELayer:
 
     def __post_init__(self) -> None:
         layer_checks.check_fields(self)
+        # A NumPy scalar is as good as the number.
+        object.__setattr__(self, "routed_scaling_factor", float(self.routed_scaling_factor))
 
     @property
     def axes(self) -> tuple[str, ...]:

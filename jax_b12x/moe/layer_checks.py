@@ -134,8 +134,12 @@ def _check_mesh(layer: MoELayer) -> None:
 def _check_routing(layer: MoELayer) -> None:
     """Checks what becomes of the router's scores."""
     scale: Any = layer.routed_scaling_factor
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"routed_scaling_factor is {scale!r}; it must be a finite number")
+    number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if not number or not math.isfinite(scale):
+        raise ValueError(
+            f"routed_scaling_factor is {scale!r}; it must be a finite number, and no array: it is "
+            "part of the program"
+        )
     for name in ("num_groups", "topk_groups"):
         value = getattr(layer, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
