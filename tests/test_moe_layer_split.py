@@ -148,6 +148,23 @@ def test_ids_behind_the_last_expert_do_not_meet_the_padding(rng):
     np.testing.assert_allclose(out, jax.jit(one)(x, params), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("top_k", [3, 6])
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4}, {"tp": 2}, {"ep": 2, "tp": 2}])
+def test_weights_of_an_expert_that_a_router_names_twice_add_up(rng, top_k, num_tokens, axes):
+    def router(logits, token_mask):
+        row = jnp.array([1, 6, 1, -1, 1, 6][:top_k], jnp.int32)
+        ids = jnp.tile(row, (logits.shape[0], 1))
+        return ids, jnp.tile(jnp.arange(1.0, top_k + 1), (len(ids), 1))
+
+    names = {"expert_axis": "ep", "tensor_axis": "tp"}
+    split = {field: name for field, name in names.items() if name in axes}
+    layer = make_layer(router=router, top_k=top_k, mesh=mesh_of(**axes), **split)
+    params, x = make_params(rng, layer), make_x(rng, num_tokens)
+    out = run(layer, params, x)
+    assert_within_fp32(out, *oracle(layer, x, params), world_size=layer.world_size)
+
+
 def test_a_device_whose_experts_no_token_goes_to_gives_the_shared_expert_alone(rng):
     layer = make_layer(mesh=mesh_of(ep=2), expert_axis="ep", top_k=2)
     params, x = make_params(rng, layer), make_x(rng, 4)

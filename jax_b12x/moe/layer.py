@@ -38,7 +38,7 @@ from jax_b12x.moe.plan import Implementation, MoePlan
 from jax_b12x.moe.recipe import SILU, Activation, RecipeName, WeightFormat
 
 # From ``logits: f32[num_tokens, num_experts]`` and ``token_mask: bool[num_tokens]`` or ``None`` to
-# ``topk_ids: int32[num_tokens, top_k]``, different ones in a row, and ``topk_weights: f32[...]``.
+# ``topk_ids: int32[num_tokens, top_k]`` and ``topk_weights: f32[num_tokens, top_k]``.
 CustomRouter = Callable[[jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]
 Router = Literal["softmax", "sigmoid"] | CustomRouter
 
@@ -78,7 +78,8 @@ class MoELayer:
       activation: between the two products, of routed and shared experts.
       router: ``"softmax"`` or ``"sigmoid"``, as in :func:`~jax_b12x.moe.routing.route`; or a
         function of ``logits: f32[num_tokens, num_experts]`` and the token mask or ``None``, which
-        returns ``topk_ids``, different ones in a row, and ``topk_weights``.
+        returns ``topk_ids`` and ``topk_weights``: weights of an id that is there twice add up, and
+        an id of -1, or of no expert, contributes nothing.
       renormalize: whether a token's weights are divided by their sum. A router that is a function
         returns weights that are finished: this and the three below stay at their defaults.
       num_groups: groups of experts; of the sigmoid router.
@@ -158,7 +159,7 @@ class MoELayer:
             hidden=self.hidden,
             intermediate=self.intermediate // self.tensor_parts,
             num_experts=experts,
-            # A token's routes differ, so that a device has no more of them than experts.
+            # Routes to one expert are joined, so that a device has no more of them than experts.
             top_k=min(self.top_k, experts),
             activation=self.activation,
             shared_format=self.shared_format if self.shared_intermediate else None,

@@ -106,7 +106,7 @@ def check_integer(name: str, value: Any, least: int) -> None:
       ValueError: names it and what it must be.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} is {value!r}; it must be an integer")
+        raise ValueError(f"{name} is {value!r}; it must be an integer: shapes are static")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more")
 

@@ -90,6 +90,9 @@ def _routed(
         wide, weight = x.astype(jnp.float32), params.router.astype(jnp.float32)
         logits = jnp.matmul(wide, weight.T, precision=lax.Precision.HIGHEST)
         ids, weights = _of_custom(layer, layer.router(logits, token_mask), x.shape[0])
+        if layer.local.num_experts < layer.top_k:
+            # A device has a place for each of its experts, and a route more would find none.
+            ids, weights = _once(ids, weights)
     if layer.expert_axis is None:
         return ids, weights
     count = layer.local.num_experts
@@ -114,6 +117,14 @@ def _of_custom(layer: MoELayer, routed: object, num_tokens: int) -> tuple[jax.Ar
     return routed[0], routed[1]
 
 
+def _once(topk_ids: jax.Array, topk_weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Joins a row's routes to one expert: the first has the sum of their weights, others -1."""
+    same = topk_ids[:, :, None] == topk_ids[:, None, :]
+    earlier = jnp.tril(jnp.ones(same.shape[1:], jnp.bool_), -1)
+    weights = jnp.sum(jnp.where(same, topk_weights[:, None, :], 0), axis=2)
+    return jnp.where(jnp.any(same & earlier, axis=2), routing.PADDING, topk_ids), weights
+
+
 def local_routes(
     topk_ids: jax.Array,
     topk_weights: jax.Array,
@@ -129,7 +140,8 @@ def local_routes(
     more routes than experts, those that are left come first, in their order.
 
     Args:
-      topk_ids: ``int32[num_tokens, top_k]``; those of a row that are not -1 differ.
+      topk_ids: ``int32[num_tokens, top_k]``; where ``top_k > count``, those of a row that are not
+        -1 differ.
       topk_weights: ``f32[num_tokens, top_k]``.
       num_experts: experts of the layer.
       first: the device's first expert.
