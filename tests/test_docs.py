@@ -32,6 +32,14 @@ def test_the_tutorial_runs_as_it_is_written(tmp_path, monkeypatch, capsys):
     assert "because" in printed
 
 
+def test_the_page_on_the_layer_runs_as_it_is_written(capsys):
+    names = {}
+    for line, code in blocks("layer.md", "python"):
+        exec(compile("\n" * (line - 1) + code, str(DOCS / "layer.md"), "exec"), names)
+    assert "MoE layer of 8 experts of 128 x 256" in capsys.readouterr().out
+    assert names["y"].shape == names["x"].shape
+
+
 def python_messages(path):
     """Yields every string of a Python file, with {} for what an f-string fills in."""
     for node in ast.walk(ast.parse(path.read_text())):
