@@ -16,6 +16,7 @@
 #include "cuda/moe/params.h"
 #include "cuda/moe/quantize_input.cuh"
 #include "cuda/moe/team_sum.cuh"
+#include "cuda/moe/unit_output.cuh"
 #include "cuda/moe/weight_stream.cuh"
 #include "cuda/moe/work_list.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -29,7 +30,6 @@ enum class DecodePart { kBoth, kFc1, kFc2 };
 template <typename Recipe, DecodePart kPart>
 class MoeDecode : public DecodeOutput<Recipe> {
   using Base = DecodeOutput<Recipe>;
-  using Base::item_of;
   using Base::lane;
   using Base::memory;
   using Base::owner;
@@ -40,14 +40,13 @@ class MoeDecode : public DecodeOutput<Recipe> {
  public:
   static constexpr bool kHasFc1 = kPart != DecodePart::kFc2;
   static constexpr bool kHasFc2 = kPart != DecodePart::kFc1;
-  // A block of the intermediate's quantization is two row tiles.
-  static constexpr int kFc1Run = Recipe::kQuantized ? 2 : 1;
+  static constexpr int kFc1Run = IntermediateOutput<Recipe>::kRun;
 
   __device__ __forceinline__ MoeDecode(const MoeDecodeParams& params, char* shared)
       : Base(params, shared),
         warp(threadIdx.x >> 5),
         base(ptx::smem_address(shared)),
-        ring(p.plan.ring, base + p.plan.shared.ring, base + p.plan.shared.ring_barriers) {}
+        ring(base + p.plan.shared.ring, p.plan.ring_bytes) {}
 
   // What the warps have to know of a product.
   struct Product {
@@ -57,12 +56,16 @@ class MoeDecode : public DecodeOutput<Recipe> {
   };
   template <int kProduct>
   __device__ __forceinline__ Product view_of() const {
+    return view_of<kProduct>(items());
+  }
+  template <int kProduct>
+  __device__ __forceinline__ Product view_of(int items) const {
     const MoeDecodeShape& shape = p.plan.shape;
     const int row_tiles = kProduct == 1 ? shape.fc1_row_tiles : shape.fc2_row_tiles;
     const int run = kProduct == 1 ? kFc1Run : 1;
     const UnitShare share = kProduct == 2 && owner
-                                ? UnitShare{0, 0, items(), this->owned_tiles() * items(), 1}
-                                : UnitShare::of_grid(items() * row_tiles, row_tiles, run);
+                                ? UnitShare{0, 0, items, this->owned_tiles() * items, 1}
+                                : UnitShare::of_grid(items * row_tiles, row_tiles, run);
     return {kProduct == 1 ? p.plan.fc1 : p.plan.fc2, row_tiles,
             kProduct == 1 ? shape.fc1_k_tiles : shape.fc2_k_tiles, share};
   }
@@ -79,6 +82,11 @@ class MoeDecode : public DecodeOutput<Recipe> {
     if (one_token && lane < p.top_k) id = p.topk_ids[lane];
     if (lane == 0) ring.init();
     __syncwarp();
+    const uint64_t policy = ptx::evict_first_policy();
+    // While the ids are on their way: where the work begins if all of them are routed.
+    constexpr int kFirst = kHasFc1 ? 1 : 2;
+    Product first = view_of<kFirst>(p.top_k);
+    UnitWalk unit = UnitWalk::of(first.share, first.shape.teams, lane);
     if (one_token) {
       list_one_token(p, tables(), lane, id);
       __syncwarp();
@@ -86,9 +94,15 @@ class MoeDecode : public DecodeOutput<Recipe> {
     } else {
       sync_all();
     }
-    const uint64_t policy = ptx::evict_first_policy();
-    if (kHasFc1) request_units<1>(view_of<1>(), policy);
-    if (kHasFc2) request_units<2>(view_of<2>(), policy);
+    if (!one_token || items() != p.top_k) {
+      first.share = view_of<kFirst>().share;
+      unit = UnitWalk::of(first.share, first.shape.teams, lane);
+    }
+    request_units<kFirst>(first, unit, policy);
+    if constexpr (kHasFc1 && kHasFc2) {
+      const Product second = view_of<2>();
+      request_units<2>(second, UnitWalk::of(second.share, second.shape.teams, lane), policy);
+    }
   }
 
   // The multipliers: list the work.
@@ -143,34 +157,36 @@ class MoeDecode : public DecodeOutput<Recipe> {
     sync_finishers();
   }
 
-  // The finishers: add up and finish what the multipliers hand on.
+  // The finishers: add up and finish what the multipliers hand on, a run of units after another.
   template <int kProduct>
   __device__ __forceinline__ void finish(const Product& it) {
     // A barrier tells only its last two phases apart. So many walkers that each has seen, or taken,
     // a team's sum number n - kMoeReduceStages before it waits for number n.
-    constexpr int kWalkers = kMoeFinishWarps;
-    static_assert(kWalkers * (kProduct == 1 ? kFc1Run : 1) <= kMoeReduceStages);
-    const int walker = warp - kRequester - 1, units = it.share.units;
-    UnitWalk unit = UnitWalk::of(it.share, kWalkers, walker);
-    if (unit.index >= units) return;
+    constexpr int kWalkers = kMoeFinishWarps, kRun = kProduct == 1 ? kFc1Run : 1;
+    static_assert(kWalkers * kRun <= kMoeReduceStages);
+    const int walker = warp - kRequester - 1;
     const TeamSums sums = this->sums(kProduct);
-    int team = walker;
-    uint32_t count = 0;
-    float held[2] = {0.0f, 0.0f};
-#pragma unroll 1
-    while (unit.index < units) {
-#pragma unroll 1
-      for (; team >= it.shape.teams; team -= it.shape.teams) count += it.share.run;
-      const UnitWalk before = unit;
-      unit.next();
-      float acc[4];
-      sums.take(acc, it.shape, team, count + (before.ends_run() ? it.share.run - 1 : 0), lane);
+    const int teams = it.shape.teams, limit = it.share.limit;
+    auto output = [&] {
       if constexpr (kProduct == 1) {
-        this->finish_fc1(before, acc, held);
+        return IntermediateOutput<Recipe>(p, tables(), lane);
       } else {
-        this->finish_fc2(before, acc);
+        return RowOutput<Recipe>(p, tables(), this->y_rows(), lane);
       }
-      if (before.ends_run()) team += kWalkers;
+    }();
+    int team = walker, count = 0, major = it.share.major, minor = it.share.minor + walker * kRun;
+#pragma unroll 1
+    for (int left = it.share.units_of(kWalkers, walker); left > 0; left -= kRun) {
+#pragma unroll 1
+      for (; team >= teams; team -= teams) count += kRun;
+#pragma unroll 1
+      for (; minor >= limit; minor -= limit) ++major;
+      float acc[kRun][4];
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) sums.take(acc[i], it.shape, team, count + i, lane);
+      output.store(major, minor, acc);
+      team += kWalkers;
+      minor += kWalkers * kRun;
     }
   }
 
@@ -193,16 +209,15 @@ class MoeDecode : public DecodeOutput<Recipe> {
 
   __device__ __forceinline__ int items() const { return tables().control[0]; }
   __device__ __forceinline__ TeamSums sums(int product) const {
-    return TeamSums(base + p.plan.shared.reduce,
-                    base + p.plan.shared.reduce_barriers + (product - 1) * TeamSums::kBarrierBytes);
+    return TeamSums(base + p.plan.shared.reduce, product);
   }
 
   // Requests a product's weights: each lane its team's. Run by one warp.
   template <int kProduct>
-  __device__ __forceinline__ void request_units(const Product& it, uint64_t policy) {
+  __device__ __forceinline__ void request_units(const Product& it, UnitWalk unit,
+                                                uint64_t policy) {
     const int split = it.shape.split, units = it.share.units;
     const uint8_t* weights = kProduct == 1 ? p.w13 : p.w2;
-    UnitWalk unit = UnitWalk::of(it.share, it.shape.teams, lane);
     while (true) {
       const bool mine = lane < it.shape.teams && unit.index < units;
       const uint32_t teams = __popc(__ballot_sync(0xFFFFFFFFu, mine));
@@ -236,8 +251,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
   // number.
   template <int kProduct, int kChunks>
   __device__ __forceinline__ void multiply_units(const Product& it) {
-    constexpr int kHeld = kChunks == 0 ? 1 : kChunks;
-    const int split = it.shape.split, k_tiles = it.k_tiles, units = it.share.units;
+    const int split = it.shape.split, k_tiles = it.k_tiles;
     const int team = it.shape.team_of >> 4 * warp & 15, rank = it.shape.rank_of >> 4 * warp & 15;
     // The activations: this lane's columns of the first tile, and how many columns a row has from
     // there on.
@@ -259,99 +273,135 @@ class MoeDecode : public DecodeOutput<Recipe> {
     }
     rows += rank * kTileRowBytes + (lane & 3) * 16;
     columns -= rank * kTileColumns + (lane & 3) * 8;
-    const int chunks = it.shape.chunks;
-    const bool last_exists = (chunks - 1) * split + rank < k_tiles;
-    const uint32_t tile = base + p.plan.shared.ring + warp * kTileBytes;
-    const TeamSums sums = this->sums(kProduct);
-    const uint32_t slot = sums.slot(warp, lane);
+    const bool last_exists = (it.shape.chunks - 1) * split + rank < k_tiles;
+    TeamSumWriter sums(this->sums(kProduct), team, warp, lane);
 
     // Every warp goes through the stages of all steps; this warp's team has the units of the first.
     const int steps = it.share.units_of(it.shape.teams, 0);
     const int mine = it.shape.idle >> warp & 1 ? 0 : it.share.units_of(it.shape.teams, team);
-    uint32_t count = 0;
+    int count = 0;
 #pragma unroll 1
-    while (static_cast<int>(count) < mine) {
+    while (count < mine) {
       const UnitRun unit = UnitRun::of(it.share, it.shape.teams, team, count);
-      const char* row = rows + activation_row<kProduct>(unit) * row_bytes;
-      uint4 b[kHeld][4];
-      auto load = [&](uint4(&to)[4], int chunk) {
-        const int tiles = chunk * split;
-        load_activations(to, row + tiles * kTileRowBytes, columns - tiles * kTileColumns);
-      };
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k) load(b[k], k);
+      const WorkItem item = item_of<kProduct>(unit);
       // Units of the same activations.
-      uint32_t end = mine;
+      int end = mine;
       if (kProduct == 2 || p.num_tokens > 1) {
         const int runs = kProduct == 2 && owner ? 1 : unit.runs_of_major(it.share, it.shape.teams);
-        end = min(mine, static_cast<int>(count) + runs * it.share.run);
+        end = min(mine, count + runs * it.share.run);
       }
-#pragma unroll 1
-      for (; count < end; ++count) {
-        float acc[2][2][4] = {};
-        auto multiply = [&](const uint4(&with)[4], float (&acc)[2][4]) {
-          ring.wait();
-          const TileRegisters weights = TileRegisters::load(tile + ring.offset(), lane);
-          // What waits for these has waited for all reads.
-          ring.release((weights.words[0].x | weights.words[1].w | weights.scales.y) & p.plan.zero,
-                       lane);
-          Math::multiply(weights, with, acc[0], acc[1]);
-        };
-        if constexpr (kChunks > 0) {
-#pragma unroll
-          for (int k = 0; k + 1 < kChunks; ++k) multiply(b[k], acc[k & 1]);
-          if (last_exists) {
-            multiply(b[kHeld - 1], acc[(kHeld - 1) & 1]);
-          } else {
-            skip();
-          }
-        } else {
-#pragma unroll 1
-          for (int k = 0; k < chunks; ++k) {
-            if (k + 1 == chunks && !last_exists) {
-              skip();
-              continue;
-            }
-            load(b[0], k);
-            multiply(b[0], acc[0]);
-          }
-        }
-        float sum[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum[i] = __fadd_rn(acc[0][0][i], acc[0][1][i]);
-          if (kChunks > 1) sum[i] = __fadd_rn(sum[i], __fadd_rn(acc[1][0][i], acc[1][1][i]));
-        }
-        sums.put(sum, team, count, slot, lane);
+      const Activations from{rows, row_bytes, columns};
+      if (item.rows == 1) {
+        multiply_run<kProduct, kChunks, true>(it, item, from, end - count, last_exists, sums);
+      } else {
+        multiply_run<kProduct, kChunks, false>(it, item, from, end - count, last_exists, sums);
       }
+      count = end;
     }
 #pragma unroll 1
-    for (int left = (steps - mine) * chunks; left > 0; --left) skip();
+    for (int left = (steps - mine) * it.shape.chunks; left > 0; --left) skip();
+  }
+
+  // Where this lane's activations are: its columns of a row's first tile of this warp, and how many
+  // columns the row has from there on.
+  struct Activations {
+    const char* rows;
+    int64_t row_bytes;
+    int columns;
+  };
+
+  // Multiplies this warp's tiles of `units` units of the same activations.
+  template <int kProduct, int kChunks, bool kOneToken>
+  __device__ __forceinline__ void multiply_run(const Product& it, const WorkItem& item,
+                                               const Activations& from, int units,
+                                               bool last_exists, TeamSumWriter& sums) {
+    constexpr int kHeld = kChunks == 0 ? 1 : kChunks;
+    const int split = it.shape.split, chunks = it.shape.chunks;
+    const char* row = from.rows + activation_row<kProduct, kOneToken>(item) * from.row_bytes;
+    uint4 b[kHeld][4];
+    auto load = [&](uint4(&to)[4], int chunk) {
+      const int tiles = chunk * split;
+      load_activations<kOneToken>(to, row + tiles * kTileRowBytes,
+                                  from.columns - tiles * kTileColumns);
+    };
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) load(b[k], k);
+    const auto tile_lane = TileLane<kOneToken>::of(lane);
+    const uint32_t tile = warp * kTileBytes;
+#pragma unroll 1
+    for (; units > 0; --units) {
+      float acc[2][4] = {};
+      auto multiply = [&](const uint4(&with)[4]) {
+        const auto weights = TileRegisters::load<kOneToken>(ring.wait() + tile, tile_lane);
+        ring.release(lane);
+        if constexpr (kOneToken) {
+          Math::multiply_one_token(weights, with, acc[0]);
+        } else {
+          Math::multiply(weights, with, acc[0], acc[1]);
+        }
+      };
+      if constexpr (kChunks > 0) {
+#pragma unroll
+        for (int k = 0; k + 1 < kChunks; ++k) multiply(b[k]);
+        if (last_exists) {
+          multiply(b[kHeld - 1]);
+        } else {
+          skip();
+        }
+      } else {
+#pragma unroll 1
+        for (int k = 0; k < chunks; ++k) {
+          if (k + 1 == chunks && !last_exists) {
+            skip();
+            continue;
+          }
+          load(b[0], k);
+          multiply(b[0]);
+        }
+      }
+      if constexpr (!kOneToken) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[0][i] = __fadd_rn(acc[0][i], acc[1][i]);
+      }
+      sums.put(acc[0], lane);
+    }
   }
 
   // Sees a stage pass in which this warp has nothing.
   __device__ __forceinline__ void skip() {
     ring.wait();
-    ring.release(0, lane);
+    ring.release(lane);
+  }
+
+  template <int kProduct>
+  __device__ __forceinline__ WorkItem item_of(const UnitRun& unit) const {
+    return WorkItem::unpack(
+        tables().items[kProduct == 2 && owner ? unit.minor : unit.major]);
   }
 
   // The row of activations that this lane multiplies. Lanes without a token take the last token's:
   // their columns of the product are thrown away.
-  template <int kProduct>
-  __device__ __forceinline__ int activation_row(const UnitRun& unit) const {
-    const int index = kProduct == 2 && owner ? unit.minor : unit.major;
-    const WorkItem item = WorkItem::unpack(tables().items[index]);
-    const int row = item.first_row + min(lane >> 2, item.rows - 1);
+  template <int kProduct, bool kOneToken>
+  __device__ __forceinline__ int activation_row(const WorkItem& item) const {
+    const int row = item.first_row + (kOneToken ? 0 : min(lane >> 2, item.rows - 1));
     return kProduct == 1 ? tables().row_token[row] : row;
   }
 
   // `columns`: how many columns a row has left, from this lane's first one on.
-  static __device__ __forceinline__ void load_activations(uint4 (&b)[4], const char* from,
-                                                          int columns) {
+  template <bool kOneToken>
+  __device__ __forceinline__ void load_activations(uint4 (&b)[4], const char* from,
+                                                   int columns) const {
+    if constexpr (kOneToken) {
+      const int step = lane >> 3;
+      uint4 v = {0, 0, 0, 0};
+      if (Math::one_token_lane(lane) && 32 * step < columns) v = ptx::load_16(from + 64 * step);
+      Math::one_token_operand(v, step, b);
+    } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      b[j] = uint4{0, 0, 0, 0};
-      if (32 * j < columns) b[j] = ptx::load_16(from + 64 * j);
+      for (int j = 0; j < 4; ++j) {
+        b[j] = uint4{0, 0, 0, 0};
+        if (32 * j < columns) b[j] = ptx::load_16(from + 64 * j);
+      }
     }
   }
 

@@ -1,4 +1,4 @@
-// What comes after the products: activation, scales, biases, and the sum over top-k.
+// What comes after the second product: the sum over top-k; and what all steps of the output share.
 #pragma once
 
 #include <cstdint>
@@ -100,13 +100,6 @@ class DecodeOutput {
     return p.plan.owned_tiles + (static_cast<int>(blockIdx.x) < p.plan.owned_remainder);
   }
 
-  // A unit of the second product: (owned row tile, item) or (item, row tile).
-  __device__ __forceinline__ int fc2_item(const UnitWalk& unit) const {
-    return owner ? unit.minor : unit.major;
-  }
-  __device__ __forceinline__ int fc2_row_tile(const UnitWalk& unit) const {
-    return owner ? owned_row_tile(unit.major) : unit.minor;
-  }
   __device__ __forceinline__ int owned_row_tile(int index) const {
     return static_cast<int>(blockIdx.x + index * gridDim.x);
   }
@@ -130,100 +123,10 @@ class DecodeOutput {
     tables().factors[item] = f;
   }
 
-  // Sums of 8 intermediate columns (gate in acc[0..1], up in acc[2..3]; tokens 2 t and 2 t + 1) ->
-  // h.
-  __device__ __forceinline__ void finish_fc1(const UnitWalk& unit, const float (&acc)[4],
-                                             float (&held)[2]) {
-    const WorkItem item = item_of<1>(unit);
-    const float4 factors = tables().factors[unit.major];
-    const int row_tile = unit.minor;
-    const int g = lane >> 2, t = lane & 3;
-    const int column = row_tile * 8 + g;
-    float gate_bias = 0.0f, up_bias = 0.0f;
-    if (p.w13_bias != nullptr && column < p.intermediate) {
-      const float* bias =
-          p.w13_bias + static_cast<int64_t>(item.expert) * 2 * p.intermediate + column;
-      gate_bias = bias[0];
-      up_bias = bias[p.intermediate];
-    }
-    float h[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      h[i] = activate(p.activation, p.alpha, p.limit,
-                      __fadd_rn(__fmul_rn(acc[i], factors.x), gate_bias),
-                      __fadd_rn(__fmul_rn(acc[2 + i], factors.y), up_bias));
-    }
-    const int width = p.plan.shape.fc2_k_tiles * kTileColumns;
-    uint16_t* out = static_cast<uint16_t*>(p.h) + static_cast<int64_t>(item.first_row) * width;
-    if constexpr (Recipe::kQuantized) {
-      if ((row_tile & 1) == 0) {  // the block's other half comes next, to this warp
-        held[0] = h[0];
-        held[1] = h[1];
-        return;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float amax = max_or_nan(fabsf(held[i]), fabsf(h[i]));
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          amax = max_or_nan(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
-        }
-        const Nvfp4Block block = Nvfp4Block::of(amax, factors.w);
-        if (2 * t + i < item.rows) {
-          uint16_t* row = out + (2 * t + i) * width + column;
-          row[-8] = from_float(block.round(held[i]), false);
-          row[0] = from_float(block.round(h[i]), false);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (2 * t + i < item.rows)
-          out[(2 * t + i) * width + column] = from_float(h[i], Recipe::kFp16);
-      }
-    }
-    if (row_tile == p.plan.shape.fc1_row_tiles - 1) {
-      // The padding of h meets weights that are zero, and must not be a NaN.
-      const int pad = width - p.plan.shape.fc1_row_tiles * 8;
-#pragma unroll 1
-      for (int i = lane; i < item.rows * pad; i += 32) {
-        out[i / pad * width + p.plan.shape.fc1_row_tiles * 8 + i % pad] = 0;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void finish_fc2(const UnitWalk& unit, const float (&acc)[4]) {
-    const WorkItem item = item_of<2>(unit);
-    const float factor = tables().factors[fc2_item(unit)].z;
-    const int g = lane >> 2, t = lane & 3;
-    const int first = fc2_row_tile(unit) * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = g + (i / 2) * 8;
-      const int token = 2 * t + (i & 1);
-      if (token >= item.rows) continue;
-      float y = __fmul_rn(acc[i], factor);
-      if (p.w2_bias != nullptr && first + column < p.hidden) {
-        y = __fadd_rn(y, p.w2_bias[static_cast<int64_t>(item.expert) * p.hidden + first + column]);
-      }
-      const int row = item.first_row + token;
-      if (owner) {
-        y_rows()[(unit.major * p.num_tokens * p.top_k + row) * 16 + column] = y;
-      } else {
-        p.y[static_cast<int64_t>(row) * p.plan.shape.fc2_row_tiles * 16 + first + column] = y;
-      }
-    }
-  }
-
   __device__ __forceinline__ void store_out(int token, int column, float value) {
     const bool fp16 = Recipe::kQuantized ? p.x_is_fp16 != 0 : Recipe::kFp16;
     static_cast<uint16_t*>(p.out)[static_cast<int64_t>(token) * p.hidden + column] =
         from_float(value, fp16);
-  }
-
-  template <int kProduct>
-  __device__ __forceinline__ WorkItem item_of(const UnitWalk& unit) const {
-    return WorkItem::unpack(tables().items[kProduct == 1 ? unit.major : fc2_item(unit)]);
   }
 
   static constexpr uint32_t kNanBits = 0x7FFFFFFF;

@@ -36,7 +36,9 @@ inline constexpr int kMoeMaxTokens = 64;
 inline constexpr int kMoeMaxTopK = 16;
 inline constexpr int kMoeMaxExperts = 1024;
 inline constexpr int kMoeTileBytes = 1152;
-inline constexpr int kMoeStageBytes = kMoeDecodeWarps * kMoeTileBytes;  // a tile for every warp
+inline constexpr int kMoeStageTileBytes = kMoeDecodeWarps * kMoeTileBytes;  // a tile for every warp
+// And two barriers: full, empty. Copies are slower to places that are no multiple of 128.
+inline constexpr int kMoeStageBytes = kMoeStageTileBytes + 128;
 // How many lanes of a warp come to a barrier in shared memory. One does for all, beside __syncwarp;
 // but compute-sanitizer's racecheck follows such a barrier only for threads that come themselves.
 #ifdef B12X_RACECHECK
@@ -46,6 +48,9 @@ inline constexpr int kMoeLanesAtBarriers = 1;
 #endif
 inline constexpr int kMoeTokenGroup = 8;    // tokens that one pass over a weight tile serves
 inline constexpr int kMoeReduceStages = 8;  // partial sums in flight a team
+// One of them: [warps][32 lanes] float4, then barriers [2 products][warps] of 16 bytes: full, empty.
+inline constexpr int kMoeReducePartBytes = kMoeDecodeWarps * 512;
+inline constexpr int kMoeReduceBytes = kMoeReducePartBytes + 2 * kMoeDecodeWarps * 16;
 
 // Up to so many tokens, quantizing x once a CTA is cheaper than meeting all other CTAs to share the
 // work.
@@ -72,19 +77,17 @@ B12X_HOST_DEVICE inline MoeDecodeShape ShapeOf(int32_t hidden, int32_t intermedi
 
 // Byte offsets of what lies in shared memory; the same on host and device.
 struct MoeDecodeSharedLayout {
-  int32_t ring;    // [stages][warps] weight tiles
-  int32_t reduce;  // [reduce stages][warps][32 lanes] float4; the prologue's tables before that
+  int32_t ring;    // [stages] of kMoeStageBytes: weight tiles of all warps, barriers
+  int32_t reduce;  // [reduce stages] of kMoeReduceBytes; the prologue's tables before that
   int32_t y;       // kOwner: [owned row tiles][rows][16] float
   int32_t input;   // quantized x [tokens], where it lies here
   int32_t input_row_bytes;
-  int32_t ring_barriers;    // [full, empty][stages]
-  int32_t reduce_barriers;  // [2 products][full, empty][warps][reduce stages]
-  int32_t factors;          // [items] float4
-  int32_t items;            // [items] packed
-  int32_t pair_weight;      // [tokens * top_k] float
-  int32_t pair_row;         // [tokens * top_k] u16
-  int32_t row_token;        // [tokens * top_k] u16
-  int32_t control;          // a few words
+  int32_t factors;      // [items] float4
+  int32_t items;        // [items] packed
+  int32_t pair_weight;  // [tokens * top_k] float
+  int32_t pair_row;     // [tokens * top_k] u16
+  int32_t row_token;    // [tokens * top_k] u16
+  int32_t control;      // a few words
   int32_t bytes;
 };
 
@@ -96,15 +99,13 @@ inline MoeDecodeSharedLayout SharedLayoutOf(int32_t num_tokens, int32_t top_k, i
   MoeDecodeSharedLayout s;
   s.ring = 0;
   s.reduce = geometry.stages * kMoeStageBytes;
-  s.y = s.reduce + kMoeReduceStages * kMoeDecodeWarps * 512;
+  s.y = s.reduce + kMoeReduceStages * kMoeReduceBytes;
   s.input = s.y + (geometry.fc2_order == Fc2Order::kOwner
                        ? CeilDiv(shape.fc2_row_tiles, geometry.grid) * pairs * 64
                        : 0);
   // 64 bytes more than a multiple of 128: the rows of two tokens meet no bank twice.
   s.input_row_bytes = shape.fc1_k_tiles * 256 + 64;
-  s.ring_barriers = s.input + (input_in_shared ? num_tokens * s.input_row_bytes : 0);
-  s.reduce_barriers = s.ring_barriers + 2 * geometry.stages * 8;
-  s.factors = s.reduce_barriers + 4 * kMoeDecodeWarps * kMoeReduceStages * 8;
+  s.factors = s.input + (input_in_shared ? num_tokens * s.input_row_bytes : 0);
   s.items = s.factors + pairs * 16;
   s.pair_weight = s.items + pairs * 4;
   s.pair_row = s.pair_weight + pairs * 4;
@@ -126,21 +127,15 @@ struct TeamShape {
   uint64_t rank_of;  // its place in the team, likewise
 };
 
-struct RingShape {
-  uint32_t bytes;          // of all stages
-  uint32_t barrier_bytes;  // of their full barriers; the empty ones follow
-};
-
 // Everything that follows from shapes and geometry alone, worked out once on the host: the kernel's
 // way to its first load is short.
 struct MoeDecodePlan {
   MoeDecodeShape shape;
   TeamShape fc1, fc2;
-  RingShape ring;
+  uint32_t ring_bytes;  // of all stages
   MoeDecodeSharedLayout shared;
   bool
       input_in_shared;  // nvfp4: every CTA quantizes x for itself, rather than all of them together
-  uint32_t zero;        // 0, unknown to the compiler; see WeightRing::release
   int32_t owned_tiles;  // kOwner: row tiles that every CTA has ...
   int32_t owned_remainder;  // ... and how many CTAs have one more
 };
@@ -171,8 +166,7 @@ inline MoeDecodePlan PlanOf(int32_t num_tokens, int32_t top_k, int32_t hidden, i
   plan.shape = ShapeOf(hidden, intermediate);
   plan.fc1 = TeamShapeOf(plan.shape.fc1_k_tiles, geometry.fc1_split);
   plan.fc2 = TeamShapeOf(plan.shape.fc2_k_tiles, geometry.fc2_split);
-  plan.ring = {static_cast<uint32_t>(geometry.stages * kMoeStageBytes),
-               static_cast<uint32_t>(geometry.stages * 8)};
+  plan.ring_bytes = static_cast<uint32_t>(geometry.stages * kMoeStageBytes);
   plan.input_in_shared = quantized && num_tokens <= kMoeSharedInputTokens;
   plan.shared =
       SharedLayoutOf(num_tokens, top_k, hidden, intermediate, plan.input_in_shared, geometry);

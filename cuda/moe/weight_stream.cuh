@@ -109,67 +109,61 @@ struct UnitWalk {
 // The ring. Every warp, and the one that requests, goes through all stages in order.
 class WeightRing {
  public:
-  __device__ __forceinline__ WeightRing(const RingShape& shape, uint32_t ring, uint32_t barriers)
-      : shape_(shape), ring_(ring), barrier_(barriers) {}
+  __device__ __forceinline__ WeightRing(uint32_t ring, uint32_t bytes)
+      : begin_(ring), end_(ring + bytes), stage_(ring) {}
 
   // Sets up the barriers; run by one thread.
   __device__ __forceinline__ void init() const {
 #pragma unroll 1
-    for (uint32_t stage = 0; stage < shape_.barrier_bytes; stage += 8) {
-      ptx::mbarrier_init(barrier_ + stage, 1);
-      ptx::mbarrier_init(barrier_ + stage + shape_.barrier_bytes,
-                         kMoeDecodeWarps * kMoeLanesAtBarriers);
+    for (uint32_t stage = begin_; stage != end_; stage += kMoeStageBytes) {
+      ptx::mbarrier_init(stage + kFull, 1);
+      ptx::mbarrier_init(stage + kEmpty, kMoeDecodeWarps * kMoeLanesAtBarriers);
     }
     ptx::fence_mbarrier_init();
   }
 
-  // Waits for the stage at hand.
-  __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(barrier_, parity_); }
+  // Waits for the stage at hand, and says where it is.
+  __device__ __forceinline__ uint32_t wait() const {
+    ptx::mbarrier_wait(stage_ + kFull, parity_);
+    return stage_;
+  }
 
-  // Where it is in the ring.
-  __device__ __forceinline__ uint32_t offset() const { return place_; }
-
-  // Lets go of the stage at hand and turns to the next one; run by a whole warp. `nothing` is 0 and
-  // made of what this lane's last read gave: every lane must have that read's data before the copy
-  // engine may write there.
-  __device__ __forceinline__ void release(uint32_t nothing, int lane) {
+  // Lets go of the stage at hand and turns to the next one; run by a whole warp, whose reads the
+  // barrier keeps before itself.
+  __device__ __forceinline__ void release(int lane) {
     __syncwarp();
-    if (kMoeLanesAtBarriers > 1 || lane == 0) {
-      ptx::mbarrier_arrive(barrier_ + shape_.barrier_bytes + nothing);
-    }
+    if (kMoeLanesAtBarriers > 1 || lane == 0) ptx::mbarrier_arrive(stage_ + kEmpty);
     advance();
   }
 
   // Waits for room and announces `bytes`; run by one thread.
   __device__ __forceinline__ void open(uint32_t bytes) const {
     wait_for_room();
-    ptx::mbarrier_arrive_expect_bytes(barrier_, bytes);
+    ptx::mbarrier_arrive_expect_bytes(stage_ + kFull, bytes);
   }
   __device__ __forceinline__ void wait_for_room() const {
-    ptx::mbarrier_wait(barrier_ + shape_.barrier_bytes, parity_ ^ 1);
+    ptx::mbarrier_wait(stage_ + kEmpty, parity_ ^ 1);
   }
 
   // Requests part of the stage at hand.
   __device__ __forceinline__ void request(uint32_t offset, const uint8_t* source, uint32_t bytes,
                                           uint64_t policy) const {
-    ptx::bulk_load(ring_ + place_ + offset, source, bytes, barrier_, policy);
+    ptx::bulk_load(stage_ + offset, source, bytes, stage_ + kFull, policy);
   }
 
   __device__ __forceinline__ void advance() {
-    place_ += kMoeStageBytes;
-    barrier_ += 8;
-    if (place_ == shape_.bytes) {
-      barrier_ -= shape_.barrier_bytes;
-      place_ = 0;
+    stage_ += kMoeStageBytes;
+    if (stage_ == end_) {
+      stage_ = begin_;
       parity_ ^= 1;
     }
   }
 
  private:
-  const RingShape& shape_;  // stays where the launch's parameters are: it takes no registers
-  uint32_t ring_;
-  uint32_t place_ = 0,
-           barrier_;  // of the stage at hand; its other barrier comes after all of these
+  static constexpr uint32_t kFull = kMoeStageTileBytes, kEmpty = kFull + 8;
+
+  const uint32_t begin_, end_;
+  uint32_t stage_;
   uint32_t parity_ = 0;
 };
 

@@ -38,7 +38,8 @@ struct WorkTables {
   uint16_t* pair_row;
   uint16_t* row_token;
   uint32_t* control;   // [0] number of items; [1..16] sums of warps
-  uint32_t* prologue;  // scratch of the prologue: [3][num_experts] words
+  uint32_t* prologue;  // scratch of the prologue: three arrays of [num_experts] words, this far apart
+  static constexpr int kPrologueWords = kMoeReduceBytes / 4;
 };
 
 // The warps of a CTA that multiply, those that finish, both of these, and all with the one that
@@ -77,8 +78,10 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
   const int pairs = p.num_tokens * p.top_k;
   // Which tokens chose an expert: one bit a token, which adds up the same in any order.
   uint32_t* low = tables.prologue;
-  uint32_t* high = low + p.num_experts;
-  uint32_t* base = high + p.num_experts;
+  static_assert(kMoeMaxExperts * 4 <= kMoeReducePartBytes && kMoeReduceStages >= 3,
+                "the prologue's arrays lie beside the barriers of the sums");
+  uint32_t* high = low + WorkTables::kPrologueWords;
+  uint32_t* base = high + WorkTables::kPrologueWords;
   constexpr int kPairsPerThread = kMoeMaxTokens * kMoeMaxTopK / kMoeDecodeThreads;
   int ids[kPairsPerThread];
 #pragma unroll

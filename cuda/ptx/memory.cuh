@@ -12,6 +12,11 @@ __device__ __forceinline__ int lane() {
   return lane;
 }
 
+// Keeps the compiler from working a value out again where it is used, to save registers.
+__device__ __forceinline__ void keep(uint4& v) {
+  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+}
+
 // An L2 policy for data that is read once: what is read again (routes, activations, code) stays.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
@@ -41,6 +46,12 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
 }
 

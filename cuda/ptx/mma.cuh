@@ -67,6 +67,22 @@ __device__ __forceinline__ uint32_t mul_x2_by_half(uint32_t a, uint32_t b) {
   return d;
 }
 
+// One of two 16-bit floats, the one in the high half where `high` is set.
+template <bool kFp16>
+__device__ __forceinline__ float half_as_float(uint32_t pair, int high) {
+  if constexpr (kFp16) {
+    float v;
+    if (high != 0) {
+      asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(v) : "r"(pair));
+    } else {
+      asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(v) : "r"(pair));
+    }
+    return v;
+  } else {
+    return __uint_as_float(high != 0 ? pair & 0xFFFF0000u : pair << 16);
+  }
+}
+
 // mask ? a : b, bit by bit.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
   uint32_t d;

@@ -34,6 +34,7 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
 }
 
 inline int lane() { return simt::Here().thread % simt::kWarp; }
+inline void keep(uint4&) {}
 inline uint64_t evict_first_policy() { return 0; }
 inline void prefetch_to_l2(const void*) {}
 inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
@@ -41,6 +42,11 @@ inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
 }
 inline uint4 load_shared_16(uint32_t address) {
   uint4 v;
+  std::memcpy(&v, simt::Shared(address, sizeof(v)), sizeof(v));
+  return v;
+}
+inline uint32_t load_shared_4(uint32_t address) {
+  uint32_t v;
   std::memcpy(&v, simt::Shared(address, sizeof(v)), sizeof(v));
   return v;
 }
@@ -144,6 +150,10 @@ template <bool kFp16, int kHalf>
 uint32_t mul_x2_by_half(uint32_t a, uint32_t b) {
   const uint32_t half = b >> 16 * kHalf & 0xFFFF;
   return mul_x2<kFp16>(a, half | half << 16);
+}
+template <bool kFp16>
+float half_as_float(uint32_t pair, int high) {
+  return number<kFp16>(high != 0 ? pair >> 16 : pair & 0xFFFF);
 }
 inline uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
   return (mask & a) | (~mask & b);
