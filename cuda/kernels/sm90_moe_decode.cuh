@@ -21,6 +21,7 @@
 #include "cuda/moe/work_list.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/self_flag.cuh"
 
 namespace b12x {
 
@@ -111,19 +112,19 @@ class MoeDecode : public DecodeOutput<Recipe> {
       if (kHasFc1 && warp < p.plan.fc1.teams) sums(1).init(p.plan.fc1, warp);
       if (kHasFc2 && warp < p.plan.fc2.teams) sums(2).init(p.plan.fc2, warp);
     }
+    if constexpr (Recipe::kQuantized && kHasFc1) {
+      // A single token's work is listed meanwhile.
+      if (p.plan.input_in_shared) quantize_input_for_this_cta(p, base + p.plan.shared.input);
+    }
     if (p.num_tokens > 1) list_many_tokens(p, tables());
     sync_all();
-    if constexpr (Recipe::kQuantized && kHasFc1) {
-      if (p.plan.input_in_shared) {
-        quantize_input_for_this_cta(p, base + p.plan.shared.input);
-        sync_multipliers();
-      }
-    }
   }
 
-  // Product 1 is h = activation(x * w13), 2 is y = h * w2, for every row.
+  // Product 1 is h = activation(x * w13), 2 is y = h * w2, for every row. `when_written`: of h,
+  // other CTAs are still writing what this one reads, after clear_intermediate().
   template <int kProduct>
-  __device__ __forceinline__ void multiply(const Product& it) {
+  __device__ __forceinline__ void multiply(const Product& it, bool when_written = false) {
+    when_written_ = when_written;
     // Few chunks of activations stay in registers; more come anew for each unit.
     switch (it.shape.chunks) {
       case 1:
@@ -135,6 +136,32 @@ class MoeDecode : public DecodeOutput<Recipe> {
       default:
         return multiply_units<kProduct, 0>(it);
     }
+  }
+
+  // The finishers: mark all of h as not written, this CTA's share of it. The others must know
+  // before they write or read it.
+  __device__ __forceinline__ void clear_intermediate() {
+    const int thread = threadIdx.x - 32 * (kRequester + 1);
+    const int all = p.num_tokens * p.top_k * p.plan.shape.fc2_k_tiles * (kTileRowBytes / 16);
+    constexpr uint32_t kNone = ptx::kUnwritten;
+#pragma unroll 1
+    for (int i = blockIdx.x * 32 * kMoeFinishWarps + thread; i < all;
+         i += gridDim.x * 32 * kMoeFinishWarps) {
+      static_cast<uint4*>(p.h)[i] = {kNone, kNone, kNone, kNone};
+    }
+    sync_finishers();
+  }
+
+  // The finishers: tell the multipliers that this CTA's part of h is written, and whether the grid
+  // is resident, so that the others' parts will be.
+  __device__ __forceinline__ void say_first_is_finished(bool resident) {
+    if (threadIdx.x == 32 * (kRequester + 1)) tables().control[kResident] = resident;
+    pass_finishers();
+  }
+  // The multipliers: wait for that.
+  __device__ __forceinline__ bool first_is_finished() {
+    wait_for_finishers();
+    return tables().control[kResident] != 0;
   }
 
   // The finishers: bring near what is needed later and is little, and not behind many weights.
@@ -206,6 +233,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
 
  private:
   static constexpr int kRequester = kMoeDecodeWarps;  // the warps after it finish
+  static constexpr int kResident = 20;                // word of the tables' control
 
   __device__ __forceinline__ int items() const { return tables().control[0]; }
   __device__ __forceinline__ TeamSums sums(int product) const {
@@ -319,13 +347,13 @@ class MoeDecode : public DecodeOutput<Recipe> {
     const int split = it.shape.split, chunks = it.shape.chunks;
     const char* row = from.rows + activation_row<kProduct, kOneToken>(item) * from.row_bytes;
     uint4 b[kHeld][4];
-    auto load = [&](uint4(&to)[4], int chunk) {
-      const int tiles = chunk * split;
-      load_activations<kOneToken>(to, row + tiles * kTileRowBytes,
-                                  from.columns - tiles * kTileColumns);
+    // The activations of kHeld chunks, from one on.
+    auto load = [&](int chunk) {
+      load_activations<kProduct, kHeld, kOneToken>(b, row + chunk * split * kTileRowBytes,
+                                                   from.columns - chunk * split * kTileColumns,
+                                                   split);
     };
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) load(b[k], k);
+    if (kChunks > 0) load(0);
     const auto tile_lane = TileLane<kOneToken>::of(lane);
     const uint32_t tile = warp * kTileBytes;
 #pragma unroll 1
@@ -355,7 +383,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
             skip();
             continue;
           }
-          load(b[0], k);
+          load(k);
           multiply(b[0]);
         }
       }
@@ -387,22 +415,53 @@ class MoeDecode : public DecodeOutput<Recipe> {
     return kProduct == 1 ? tables().row_token[row] : row;
   }
 
-  // `columns`: how many columns a row has left, from this lane's first one on.
-  template <bool kOneToken>
-  __device__ __forceinline__ void load_activations(uint4 (&b)[4], const char* from,
-                                                   int columns) const {
-    if constexpr (kOneToken) {
-      const int step = lane >> 3;
-      uint4 v = {0, 0, 0, 0};
-      if (Math::one_token_lane(lane) && 32 * step < columns) v = ptx::load_16(from + 64 * step);
-      Math::one_token_operand(v, step, b);
-    } else {
+  // Activations of kHeld tiles, `split` tiles apart. `columns`: how many columns a row has left, from
+  // this lane's first one on.
+  template <int kProduct, int kHeld, bool kOneToken>
+  __device__ __forceinline__ void load_activations(uint4 (&b)[kHeld][4], const char* from,
+                                                   int columns, int split) const {
+    constexpr int kSteps = kOneToken ? 1 : 4;
+    // One token: this lane has activations of one step of a tile, or of none.
+    const int only = lane >> 3;
+    uint4 v[kHeld][kSteps];
+    uint32_t most;
+    do {
+      most = 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        b[j] = uint4{0, 0, 0, 0};
-        if (32 * j < columns) b[j] = ptx::load_16(from + 64 * j);
+      for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+          const int step = kOneToken ? only : j, tiles = k * split;
+          v[k][j] = uint4{0, 0, 0, 0};
+          if ((!kOneToken || Math::one_token_lane(lane)) &&
+              tiles * kTileColumns + 32 * step < columns) {
+            v[k][j] = load<kProduct>(from + tiles * kTileRowBytes + 64 * step);
+          }
+        }
+      }
+      if (kProduct == 2 && kHasFc1) {
+#pragma unroll
+        for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+          for (int j = 0; j < kSteps; ++j) most = ptx::most_of(most, v[k][j]);
+        }
+      }
+    } while (kProduct == 2 && kHasFc1 && when_written_ && ptx::has_unwritten_half(most));
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      if constexpr (kOneToken) {
+        Math::one_token_operand(v[k][0], only, b[k]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) b[k][j] = v[k][j];
       }
     }
+  }
+
+  template <int kProduct>
+  __device__ __forceinline__ uint4 load(const char* from) const {
+    if (kProduct == 2 && kHasFc1) return ptx::load_16_as_it_is(from);
+    return ptx::load_16(from);
   }
 
   static constexpr int kTileRowBytes = kTileColumns * 2;
@@ -410,6 +469,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
   const int warp;
   const uint32_t base;
   WeightRing ring;
+  bool when_written_ = false;
 };
 
 }  // namespace b12x

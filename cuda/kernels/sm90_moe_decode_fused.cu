@@ -1,4 +1,6 @@
-// Fused MoE decode: one cooperative launch, a grid barrier between the two products.
+// Fused MoE decode: one cooperative launch. The second product reads the first one's results as they
+// are written by other CTAs; a grid barrier at the beginning, which nobody has to wait for long,
+// says that all of them are running and that what lay in their place before is gone.
 #include "cuda/kernels/sm90_moe_decode.cuh"
 #include "cuda/kernels/sm90_moe_decode_kernels.h"
 #include "cuda/moe/grid_barrier.cuh"
@@ -6,13 +8,16 @@
 namespace b12x {
 namespace {
 
+// Of the threads of a CTA, the one that meets the other CTAs.
+constexpr int kMeeting = kMoeDecodeLaunchThreads - 32;
+
 // Every CTA waits for every other; false when they are not all on the GPU. The weights go on coming
 // meanwhile: their warp takes no part. The finishers come with the barrier, the multipliers
 // without.
 __device__ __forceinline__ bool sync_grid(GridBarrier* barrier = nullptr) {
   sync_workers();
   bool arrived = true;
-  if (barrier != nullptr && threadIdx.x == kMoeDecodeLaunchThreads - 32) {
+  if (barrier != nullptr && threadIdx.x == kMeeting) {
     barrier->arrive();
     arrived = barrier->wait();
   }
@@ -24,42 +29,39 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     sm90_moe_decode_fused(const __grid_constant__ MoeDecodeParams params) {
   extern __shared__ __align__(128) char shared[];
   MoeDecode<Recipe, DecodePart::kBoth> decode(params, shared);
+  // The first product waits for all CTAs too where they share quantizing x.
   const bool share_input = Recipe::kQuantized && !params.plan.input_in_shared;
   const bool sum_over_grid = params.geometry.fc2_order == Fc2Order::kExpert;
   if (decode.is_multiplier()) {
     decode.begin_multiplying();
-    if (share_input) all_workers(true);
+    if (share_input) sync_workers();
     decode.template multiply<1>(decode.template view_of<1>());
-    // What does not need the others' results is done before the meeting.
     const auto second = decode.template view_of<2>();
-    sync_grid();
-    decode.template multiply<2>(second);
+    // The second product's sums take the place of the first one's.
+    decode.template multiply<2>(second, decode.first_is_finished());
     if (sum_over_grid) decode.finish_expert(sync_grid());
   } else {
     if (decode.is_requester()) return decode.request();
     GridBarrier barrier;
     constexpr int kFirst = kMoeDecodeLaunchThreads - 32 * kMoeFinishWarps;
-    const bool meets = threadIdx.x == kMoeDecodeLaunchThreads - 32;
+    const bool meets = threadIdx.x == kMeeting;
     if (meets) barrier.begin(params.barrier);
-    bool resident = true;
     if (share_input) {
       // Meanwhile the multipliers list the work.
       pass_sync_all();
       quantize_input_share<32 * kMoeFinishWarps>(params, threadIdx.x - kFirst);
-      sync_finishers();
-      if (meets) {
-        barrier.arrive();
-        resident = barrier.wait();
-      }
-      resident = all_workers(resident);
+    }
+    decode.clear_intermediate();
+    if (meets) barrier.arrive();
+    if (!share_input) decode.begin_finishing();
+    const bool resident = all_finishers(!meets || barrier.wait());
+    if (share_input) {
+      sync_workers();
       decode.prepare_finishing();
-    } else {
-      decode.begin_finishing();
     }
     decode.template finish<1>(decode.template view_of<1>());
-    const auto second = decode.template view_of<2>();
-    resident &= sync_grid(&barrier);
-    decode.template finish<2>(second);
+    decode.say_first_is_finished(resident);
+    decode.template finish<2>(decode.template view_of<2>());
     if (sum_over_grid) {
       sync_grid(&barrier);
     } else {

@@ -37,7 +37,7 @@ struct WorkTables {
   float* pair_weight;
   uint16_t* pair_row;
   uint16_t* row_token;
-  uint32_t* control;   // [0] number of items; [1..16] sums of warps
+  uint32_t* control;   // [0] number of items; [1..16] sums of warps; [20] the grid is resident
   uint32_t* prologue;  // scratch of the prologue: three arrays of [num_experts] words, this far apart
   static constexpr int kPrologueWords = kMoeReduceBytes / 4;
 };
@@ -54,7 +54,13 @@ __device__ __forceinline__ void sync_workers() { ptx::named_sync<3, kMoeWorkerTh
 __device__ __forceinline__ bool all_workers(bool value) {
   return ptx::named_all<3, kMoeWorkerThreads>(value);
 }
+// The multipliers wait until the finishers have passed.
+__device__ __forceinline__ void wait_for_finishers() { ptx::named_sync<5, kMoeWorkerThreads>(); }
+__device__ __forceinline__ void pass_finishers() { ptx::named_arrive<5, kMoeWorkerThreads>(); }
 __device__ __forceinline__ void sync_finishers() { ptx::named_sync<4, 32 * kMoeFinishWarps>(); }
+__device__ __forceinline__ bool all_finishers(bool value) {
+  return ptx::named_all<4, 32 * kMoeFinishWarps>(value);
+}
 
 // One token, whose lane-th id is `id`: its pairs in order are its items. Run by one warp.
 __device__ __forceinline__ void list_one_token(const MoeDecodeParams& p, const WorkTables& tables,

@@ -63,6 +63,20 @@ inline uint4 load_16(const void* address) {
   std::memcpy(&v, address, sizeof(v));
   return v;
 }
+inline constexpr uint32_t kUnwritten = 0xFFFFFFFFu;
+inline uint32_t most_of(uint32_t most, uint4 v) {
+  for (uint32_t word : {v.x, v.y, v.z, v.w}) {
+    most = std::max(most & 0xFFFF0000, word & 0xFFFF0000) | std::max(most & 0xFFFF, word & 0xFFFF);
+  }
+  return most;
+}
+inline bool has_unwritten_half(uint32_t most) {
+  return (most & 0xFFFF) == 0xFFFF || most >> 16 == 0xFFFF;
+}
+inline uint4 load_16_as_it_is(const void* address) {
+  simt::Yield();
+  return load_16(address);
+}
 inline float max_or_nan(float a, float b) {
   return std::isnan(a) || std::isnan(b) ? std::nanf("") : std::max(a, b);
 }
