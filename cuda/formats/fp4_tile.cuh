@@ -36,8 +36,8 @@ inline constexpr int kTileBytes = kTileCodeBytes + kTileScaleBytes;
 
 enum class ScaleFormat { kE4M3, kE8M0 };
 
-// Where a lane's share of a tile lies, and which scales belong to it. A product with one token takes
-// others than the rest: those of the blocks whose sums the lane has in the end.
+// Where a lane's share of a tile lies, and which scales belong to it. A product with one token
+// takes others than the rest: those of the blocks whose sums the lane has in the end.
 template <bool kOneToken>
 struct TileLane {
   uint32_t words, scales, halves;
@@ -168,8 +168,8 @@ struct TileMath {
   }
 
   // The same for a single token, whose products leave seven of eight columns unused: a column for
-  // each block of 16 instead, so that four sums a lane are scaled and not 64 weights. `b` comes from
-  // one_token_operand(); what is added to `acc` is summed over its columns and multiplied by
+  // each block of 16 instead, so that four sums a lane are scaled and not 64 weights. `b` comes
+  // from one_token_operand(); what is added to `acc` is summed over its columns and multiplied by
   // kOneTokenScale in the end (collapse()).
   static __device__ __forceinline__ void multiply_one_token(const TileRegisters& tile,
                                                             const uint4 (&b)[4], float (&acc)[4]) {
@@ -195,7 +195,7 @@ struct TileMath {
 
   // This lane's activations (8 of one step, the one that `step` names) -> operand of
   // multiply_one_token(): zero but for its column. In bf16 they are multiplied by 2^80, since the
-  // weights are e2m1 * 2^-126: so activations between 2^-79 and 2^46 lose nothing.
+  // weights are e2m1 * 2^-126: so activations from 2^-79 to 2^47 lose nothing.
   static __device__ __forceinline__ void one_token_operand(uint4 v, int step, uint4 (&b)[4]) {
     if constexpr (!kFp16) {
       v.x = ptx::mul_x2<false>(v.x, 0x67806780u);
@@ -232,8 +232,9 @@ struct TileMath {
  private:
   // Brings the sums of a single token to what those of multiply() are: a power of two. E4M3: e2m1 *
   // 2^-126, scale / 2 and x * 2^80 against e2m1 * scale * 2^-8.
-  static constexpr float kOneTokenScale =
-      kFp16 ? 1.0f : kScale == ScaleFormat::kE4M3 ? 0x1p39f : 0x1p46f;
+  static constexpr float kOneTokenScale = kFp16                          ? 1.0f
+                                          : kScale == ScaleFormat::kE4M3 ? 0x1p39f
+                                                                         : 0x1p46f;
 
   // acc[16, 8] += one step's columns of the tile * b; rows g and g + 8.
   static __device__ __forceinline__ void multiply_steps(const uint32_t (&top)[4],

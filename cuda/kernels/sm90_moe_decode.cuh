@@ -116,8 +116,12 @@ class MoeDecode : public DecodeOutput<Recipe> {
       // A single token's work is listed meanwhile.
       if (p.plan.input_in_shared) quantize_input_for_this_cta(p, base + p.plan.shared.input);
     }
-    if (p.num_tokens > 1) list_many_tokens(p, tables());
-    sync_all();
+    if (p.num_tokens > 1) {
+      list_many_tokens(p, tables(), sync_all);
+      sync_multipliers();
+    } else {
+      sync_all();
+    }
   }
 
   // Product 1 is h = activation(x * w13), 2 is y = h * w2, for every row. `when_written`: of h,
@@ -149,7 +153,6 @@ class MoeDecode : public DecodeOutput<Recipe> {
          i += gridDim.x * 32 * kMoeFinishWarps) {
       static_cast<uint4*>(p.h)[i] = {kNone, kNone, kNone, kNone};
     }
-    sync_finishers();
   }
 
   // The finishers: tell the multipliers that this CTA's part of h is written, and whether the grid
@@ -208,6 +211,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
       for (; team >= teams; team -= teams) count += kRun;
 #pragma unroll 1
       for (; minor >= limit; minor -= limit) ++major;
+      output.prepare(major, minor);
       float acc[kRun][4];
 #pragma unroll
       for (int i = 0; i < kRun; ++i) sums.take(acc[i], it.shape, team, count + i, lane);
@@ -220,7 +224,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
   // Only the tables that finish_expert() reads.
   __device__ __forceinline__ void begin_finish() {
     if (p.num_tokens > 1) {
-      list_many_tokens(p, tables());
+      list_many_tokens(p, tables(), sync_multipliers);
     } else if (warp == 0) {
       list_one_token(p, tables(), lane, lane < p.top_k ? p.topk_ids[lane] : -1);
     }
@@ -242,8 +246,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
 
   // Requests a product's weights: each lane its team's. Run by one warp.
   template <int kProduct>
-  __device__ __forceinline__ void request_units(const Product& it, UnitWalk unit,
-                                                uint64_t policy) {
+  __device__ __forceinline__ void request_units(const Product& it, UnitWalk unit, uint64_t policy) {
     const int split = it.shape.split, units = it.share.units;
     const uint8_t* weights = kProduct == 1 ? p.w13 : p.w2;
     while (true) {
@@ -341,8 +344,8 @@ class MoeDecode : public DecodeOutput<Recipe> {
   // Multiplies this warp's tiles of `units` units of the same activations.
   template <int kProduct, int kChunks, bool kOneToken>
   __device__ __forceinline__ void multiply_run(const Product& it, const WorkItem& item,
-                                               const Activations& from, int units,
-                                               bool last_exists, TeamSumWriter& sums) {
+                                               const Activations& from, int units, bool last_exists,
+                                               TeamSumWriter& sums) {
     constexpr int kHeld = kChunks == 0 ? 1 : kChunks;
     const int split = it.shape.split, chunks = it.shape.chunks;
     const char* row = from.rows + activation_row<kProduct, kOneToken>(item) * from.row_bytes;
@@ -403,8 +406,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
 
   template <int kProduct>
   __device__ __forceinline__ WorkItem item_of(const UnitRun& unit) const {
-    return WorkItem::unpack(
-        tables().items[kProduct == 2 && owner ? unit.minor : unit.major]);
+    return WorkItem::unpack(tables().items[kProduct == 2 && owner ? unit.minor : unit.major]);
   }
 
   // The row of activations that this lane multiplies. Lanes without a token take the last token's:
@@ -415,8 +417,8 @@ class MoeDecode : public DecodeOutput<Recipe> {
     return kProduct == 1 ? tables().row_token[row] : row;
   }
 
-  // Activations of kHeld tiles, `split` tiles apart. `columns`: how many columns a row has left, from
-  // this lane's first one on.
+  // Activations of kHeld tiles, `split` tiles apart. `columns`: how many columns a row has left,
+  // from this lane's first one on.
   template <int kProduct, int kHeld, bool kOneToken>
   __device__ __forceinline__ void load_activations(uint4 (&b)[kHeld][4], const char* from,
                                                    int columns, int split) const {

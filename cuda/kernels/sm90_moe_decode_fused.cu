@@ -1,6 +1,6 @@
-// Fused MoE decode: one cooperative launch. The second product reads the first one's results as they
-// are written by other CTAs; a grid barrier at the beginning, which nobody has to wait for long,
-// says that all of them are running and that what lay in their place before is gone.
+// Fused MoE decode: one cooperative launch. The second product reads the first one's results as
+// they are written by other CTAs; a grid barrier at the beginning, which nobody has to wait for
+// long, says that all of them are running and that what lay in their place before is gone.
 #include "cuda/kernels/sm90_moe_decode.cuh"
 #include "cuda/kernels/sm90_moe_decode_kernels.h"
 #include "cuda/moe/grid_barrier.cuh"
@@ -39,19 +39,24 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     const auto second = decode.template view_of<2>();
     // The second product's sums take the place of the first one's.
     decode.template multiply<2>(second, decode.first_is_finished());
-    if (sum_over_grid) decode.finish_expert(sync_grid());
+    if (sum_over_grid) {
+      decode.finish_expert(sync_grid());
+    } else {
+      pass_sync_workers();
+    }
   } else {
     if (decode.is_requester()) return decode.request();
     GridBarrier barrier;
     constexpr int kFirst = kMoeDecodeLaunchThreads - 32 * kMoeFinishWarps;
     const bool meets = threadIdx.x == kMeeting;
     if (meets) barrier.begin(params.barrier);
+    decode.clear_intermediate();
     if (share_input) {
       // Meanwhile the multipliers list the work.
       pass_sync_all();
       quantize_input_share<32 * kMoeFinishWarps>(params, threadIdx.x - kFirst);
     }
-    decode.clear_intermediate();
+    sync_finishers();
     if (meets) barrier.arrive();
     if (!share_input) decode.begin_finishing();
     const bool resident = all_finishers(!meets || barrier.wait());

@@ -48,7 +48,8 @@ inline constexpr int kMoeLanesAtBarriers = 1;
 #endif
 inline constexpr int kMoeTokenGroup = 8;    // tokens that one pass over a weight tile serves
 inline constexpr int kMoeReduceStages = 8;  // partial sums in flight a team
-// One of them: [warps][32 lanes] float4, then barriers [2 products][warps] of 16 bytes: full, empty.
+// One of them: [warps][32 lanes] float4, then barriers [2 products][warps] of 16 bytes: full,
+// empty.
 inline constexpr int kMoeReducePartBytes = kMoeDecodeWarps * 512;
 inline constexpr int kMoeReduceBytes = kMoeReducePartBytes + 2 * kMoeDecodeWarps * 16;
 

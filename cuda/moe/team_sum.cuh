@@ -87,9 +87,8 @@ class TeamSumWriter {
   __device__ __forceinline__ void put(const float (&acc)[4], int lane) {
     const uint32_t full = stage_ + barrier_;
     ptx::mbarrier_wait(full + TeamSums::kEmpty, parity_);
-    ptx::store_shared_16(stage_ + slot_,
-                         {__float_as_uint(acc[0]), __float_as_uint(acc[1]), __float_as_uint(acc[2]),
-                          __float_as_uint(acc[3])});
+    ptx::store_shared_16(stage_ + slot_, {__float_as_uint(acc[0]), __float_as_uint(acc[1]),
+                                          __float_as_uint(acc[2]), __float_as_uint(acc[3])});
     __syncwarp();
     if (kMoeLanesAtBarriers > 1 || lane == 0) ptx::mbarrier_arrive(full);
     stage_ += kMoeReduceBytes;

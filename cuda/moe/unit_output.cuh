@@ -27,8 +27,12 @@ class IntermediateOutput {
                                                 const WorkTables& tables, int lane)
       : p(params), tables_(tables), g_(lane >> 2), t_(lane & 3) {}
 
-  __device__ __forceinline__ void store(int item, int row_tile, float (&acc)[kRun][4]) {
+  // To be called before store(): what does not need the sums.
+  __device__ __forceinline__ void prepare(int item, int /*row_tile*/) {
     if (item != item_) turn_to(item);
+  }
+
+  __device__ __forceinline__ void store(int /*item*/, int row_tile, float (&acc)[kRun][4]) {
     float h[kRun][2] = {};
 #pragma unroll
     for (int tile = 0; tile < kRun; ++tile) activate_tile(row_tile + tile, acc[tile], h[tile]);
@@ -55,8 +59,8 @@ class IntermediateOutput {
     expert_ = work.expert;
     rows_ = work.rows;
     factors_ = tables_.factors[item];
-    out_ = static_cast<uint16_t*>(p.h) +
-           static_cast<int64_t>(work.first_row + 2 * t_) * width() + g_;
+    out_ =
+        static_cast<uint16_t*>(p.h) + static_cast<int64_t>(work.first_row + 2 * t_) * width() + g_;
   }
 
   __device__ __forceinline__ void activate_tile(int row_tile, float (&acc)[4], float (&h)[2]) {
@@ -120,11 +124,15 @@ class RowOutput {
                                        float* owned, int lane)
       : p(params), tables_(tables), owned_(owned), g_(lane >> 2), t_(lane & 3) {}
 
-  // A unit of Fc2Order::kOwner is (owned row tile, item), else (item, row tile).
+  // A unit of Fc2Order::kOwner is (owned row tile, item), else (item, row tile). To be called
+  // before store(): what does not need the sums.
+  __device__ __forceinline__ void prepare(int major, int minor) {
+    const int item = p.geometry.fc2_order == Fc2Order::kOwner ? minor : major;
+    if (item != item_) turn_to(item);
+  }
+
   __device__ __forceinline__ void store(int major, int minor, float (&acc)[1][4]) {
     const bool owner = p.geometry.fc2_order == Fc2Order::kOwner;
-    const int item = owner ? minor : major;
-    if (item != item_) turn_to(item);
     if (rows_ == 1) Math::collapse(acc[0]);
     const int row_tile = owner ? static_cast<int>(blockIdx.x + major * gridDim.x) : minor;
     float y[4];

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cuda/formats/fp4_tile.cuh"
+#include "cuda/moe/divide.cuh"
 #include "cuda/moe/params.h"
 #include "cuda/moe/work_list.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -19,15 +20,6 @@
 namespace b12x {
 
 static_assert(kTileBytes == kMoeTileBytes);
-
-// a / b for numbers below 2^24 (the launcher sees to that): a guess in floating point, put right.
-__device__ __forceinline__ uint32_t divide(uint32_t a, uint32_t b) {
-  uint32_t q = __float2uint_rz(__fdividef(static_cast<float>(a), static_cast<float>(b)));
-  const int rest = static_cast<int>(a - q * b);
-  if (rest < 0) --q;
-  if (rest >= static_cast<int>(b)) ++q;
-  return q;
-}
 
 // The units of one CTA in one product: `units` of them from unit (major, minor) on. `limit` minors
 // make a major. In the first product, and in the second one of Fc2Order::kExpert, a unit is (item,

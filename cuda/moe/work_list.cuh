@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "cuda/moe/divide.cuh"
 #include "cuda/moe/params.h"
 #include "cuda/ptx/named_barrier.cuh"
 
@@ -37,8 +38,9 @@ struct WorkTables {
   float* pair_weight;
   uint16_t* pair_row;
   uint16_t* row_token;
-  uint32_t* control;   // [0] number of items; [1..16] sums of warps; [20] the grid is resident
-  uint32_t* prologue;  // scratch of the prologue: three arrays of [num_experts] words, this far apart
+  uint32_t* control;  // [0] number of items; [1..16] sums of warps; [20] the grid is resident
+  uint32_t*
+      prologue;  // scratch of the prologue: three arrays of [num_experts] words, this far apart
   static constexpr int kPrologueWords = kMoeReduceBytes / 4;
 };
 
@@ -50,6 +52,7 @@ __device__ __forceinline__ void sync_all() { ptx::named_sync<2, kMoeDecodeLaunch
 // Counts as having come to sync_all(), without waiting.
 __device__ __forceinline__ void pass_sync_all() { ptx::named_arrive<2, kMoeDecodeLaunchThreads>(); }
 __device__ __forceinline__ void sync_workers() { ptx::named_sync<3, kMoeWorkerThreads>(); }
+__device__ __forceinline__ void pass_sync_workers() { ptx::named_arrive<3, kMoeWorkerThreads>(); }
 // True when all of their threads say so.
 __device__ __forceinline__ bool all_workers(bool value) {
   return ptx::named_all<3, kMoeWorkerThreads>(value);
@@ -76,10 +79,12 @@ __device__ __forceinline__ void list_one_token(const MoeDecodeParams& p, const W
   if (lane == 0) tables.control[0] = __popc(all);
 }
 
-// Any number of tokens up to 64. Run by all multiplying warps; ends without a barrier after its
-// last writes.
-__device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
-                                                 const WorkTables& tables) {
+// Any number of tokens up to 64. Run by all multiplying warps. Once the items are there, it calls
+// when_items_are_listed(), which must be a barrier among these warps at least; it ends without a
+// barrier after its last writes, those to pair_row and row_token.
+template <typename Barrier>
+__device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p, const WorkTables& tables,
+                                                 Barrier when_items_are_listed) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const int pairs = p.num_tokens * p.top_k;
   // Which tokens chose an expert: one bit a token, which adds up the same in any order.
@@ -101,7 +106,7 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
 #pragma unroll
   for (int i = 0; i < kPairsPerThread; ++i) {
     if (ids[i] >= 0 && ids[i] < p.num_experts) {
-      const int token = (thread + i * kMoeDecodeThreads) / p.top_k;
+      const int token = divide(thread + i * kMoeDecodeThreads, p.top_k);
       atomicOr((token < 32 ? low : high) + ids[i], 1u << (token & 31));
     }
   }
@@ -145,14 +150,14 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p,
     }
     before += counts[i] | (counts[i] + kMoeTokenGroup - 1) / kMoeTokenGroup << 16;
   }
-  sync_multipliers();
+  when_items_are_listed();
 #pragma unroll
   for (int i = 0; i < kPairsPerThread; ++i) {
     const int pair = thread + i * kMoeDecodeThreads;
     if (pair >= pairs) continue;
     uint32_t row = kNoRow;
     if (ids[i] >= 0 && ids[i] < p.num_experts) {
-      const int token = pair / p.top_k;
+      const int token = divide(pair, p.top_k);
       const uint32_t below = (1u << (token & 31)) - 1;
       row = base[ids[i]] + (token < 32 ? __popc(low[ids[i]] & below)
                                        : __popc(low[ids[i]]) + __popc(high[ids[i]] & below));

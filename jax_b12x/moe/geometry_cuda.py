@@ -21,7 +21,8 @@ _MEASURED_SMS = 132
 _MAX_JOINED = 4  # experts of a joined shared one that a measured geometry still serves
 _WARPS = 16  # that multiply
 _SHARED_BYTES = 227 << 10  # of one block, on the only architecture that there are kernels for
-_REDUCE_STAGES = 8
+_STAGE_BYTES = _WARPS * layout_sm90.TILE_BYTES + 128  # a tile for every warp, and barriers
+_REDUCE_STAGES, _REDUCE_BYTES = 8, _WARPS * 512 + 2 * _WARPS * 16  # sums of every warp, and barriers
 _TOKEN_GROUP = 8  # tokens that one pass over a weight tile serves
 _SHARED_INPUT_TOKENS = 1  # nvfp4: up to so many, every block quantizes x for itself
 _OWNER, _EXPERT = 0, 1  # Fc2Order
@@ -199,12 +200,11 @@ def _scratch_bytes(problem: _Problem, order: int) -> int:
 def _shared_bytes(problem: _Problem, order: int, stages: int) -> int:
     """``SharedLayoutOf`` of ``cuda/moe/params.h``."""
     pairs = problem.num_tokens * problem.top_k
-    size = _WARPS * stages * layout_sm90.TILE_BYTES + _REDUCE_STAGES * _WARPS * 512
+    size = stages * _STAGE_BYTES + _REDUCE_STAGES * _REDUCE_BYTES
     if order == _OWNER:
         size += math.ceil(problem.fc2[0] / problem.grid) * pairs * 64
     if problem.quantized and problem.num_tokens <= _SHARED_INPUT_TOKENS:
         size += problem.num_tokens * (problem.fc1[1] * 256 + 64)
-    size += 2 * stages * 8 + 4 * _WARPS * _REDUCE_STAGES * 8
     size += pairs * (16 + 4 + 4 + 2 + 2)
     return _round_up(size, 16) + 128
 
