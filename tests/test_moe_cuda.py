@@ -121,6 +121,22 @@ def test_op_equals_the_oracle_and_fused_equals_split_bit_for_bit(
         assert np.array_equal(first.view(np.uint16), other.view(np.uint16))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 24])
+@pytest.mark.parametrize("factor", [2.0**18, 2.0**-40])
+def test_large_and_small_activations_keep_their_precision(num_tokens, factor):
+    # Kernels move exponents about where an expert has one token.
+    rng = np.random.default_rng(9)
+    weights = random_weights(rng, hidden=256, intermediate=128, num_experts=8)
+    x, ids, route = random_tokens(
+        rng, num_tokens=num_tokens, hidden=256, num_experts=8, top_k=3, dtype="bfloat16"
+    )
+    x = x * jnp.asarray(factor, x.dtype)
+    expected = reference.moe(x, weights, ids, route)
+    plan = make_plan("w4a16", x, weights, 3, "fused")
+    (actual,) = run(plan, x, weights.prepare(plan), ids, route)
+    assert relative_error(actual, expected) <= TOLERANCE["w4a16"]
+
+
 @pytest.mark.parametrize("implementation", ["fused", "split"])
 def test_mxfp4_weights_equal_the_oracle(implementation):
     rng = np.random.default_rng(5)
