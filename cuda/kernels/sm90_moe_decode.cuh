@@ -117,7 +117,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
       if (p.plan.input_in_shared) quantize_input_for_this_cta(p, base + p.plan.shared.input);
     }
     if (p.num_tokens > 1) {
-      list_many_tokens(p, tables(), sync_all);
+      list_many_tokens(p, tables(), [] { sync_all(); });
       sync_multipliers();
     } else {
       sync_all();
@@ -159,11 +159,12 @@ class MoeDecode : public DecodeOutput<Recipe> {
   // is resident, so that the others' parts will be.
   __device__ __forceinline__ void say_first_is_finished(bool resident) {
     if (threadIdx.x == 32 * (kRequester + 1)) tables().control[kResident] = resident;
-    pass_finishers();
+    sync_finishers();  // compute-sanitizer's racecheck takes no word for it from the next one alone
+    sync_workers();
   }
   // The multipliers: wait for that.
   __device__ __forceinline__ bool first_is_finished() {
-    wait_for_finishers();
+    sync_workers();
     return tables().control[kResident] != 0;
   }
 
@@ -224,7 +225,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
   // Only the tables that finish_expert() reads.
   __device__ __forceinline__ void begin_finish() {
     if (p.num_tokens > 1) {
-      list_many_tokens(p, tables(), sync_multipliers);
+      list_many_tokens(p, tables(), [] {});
     } else if (warp == 0) {
       list_one_token(p, tables(), lane, lane < p.top_k ? p.topk_ids[lane] : -1);
     }

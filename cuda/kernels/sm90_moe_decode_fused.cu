@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     if (sum_over_grid) {
       decode.finish_expert(sync_grid());
     } else {
-      pass_sync_workers();
+      sync_workers();
     }
   } else {
     if (decode.is_requester()) return decode.request();

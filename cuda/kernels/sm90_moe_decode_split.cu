@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     const auto second = decode.template view_of<2>();
     ptx::wait_for_prior_kernel();
     decode.template multiply<2>(second);
-    if (params.geometry.fc2_order == Fc2Order::kOwner) pass_sync_workers();
+    if (params.geometry.fc2_order == Fc2Order::kOwner) sync_workers();
   } else {
     if (decode.is_requester()) return decode.request();
     decode.begin_finishing();

@@ -23,7 +23,7 @@ class DecodeOutput {
         owner(p.geometry.fc2_order == Fc2Order::kOwner) {}
 
   // out = sum over top-k of weight * y, in the order of the slots; NaN where `valid` is false. Run
-  // by the finishing warps; the multipliers pass their barrier.
+  // by the finishing warps; the multipliers come to the workers' barrier too.
   __device__ __forceinline__ void finish_owner(bool valid = true) {
     sync_workers();  // y of all finishers, and the multipliers' list of rows
     const int thread = threadIdx.x - (kMoeDecodeLaunchThreads - 32 * kMoeFinishWarps);

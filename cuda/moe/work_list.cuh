@@ -52,14 +52,10 @@ __device__ __forceinline__ void sync_all() { ptx::named_sync<2, kMoeDecodeLaunch
 // Counts as having come to sync_all(), without waiting.
 __device__ __forceinline__ void pass_sync_all() { ptx::named_arrive<2, kMoeDecodeLaunchThreads>(); }
 __device__ __forceinline__ void sync_workers() { ptx::named_sync<3, kMoeWorkerThreads>(); }
-__device__ __forceinline__ void pass_sync_workers() { ptx::named_arrive<3, kMoeWorkerThreads>(); }
 // True when all of their threads say so.
 __device__ __forceinline__ bool all_workers(bool value) {
   return ptx::named_all<3, kMoeWorkerThreads>(value);
 }
-// The multipliers wait until the finishers have passed.
-__device__ __forceinline__ void wait_for_finishers() { ptx::named_sync<5, kMoeWorkerThreads>(); }
-__device__ __forceinline__ void pass_finishers() { ptx::named_arrive<5, kMoeWorkerThreads>(); }
 __device__ __forceinline__ void sync_finishers() { ptx::named_sync<4, 32 * kMoeFinishWarps>(); }
 __device__ __forceinline__ bool all_finishers(bool value) {
   return ptx::named_all<4, 32 * kMoeFinishWarps>(value);
@@ -80,8 +76,8 @@ __device__ __forceinline__ void list_one_token(const MoeDecodeParams& p, const W
 }
 
 // Any number of tokens up to 64. Run by all multiplying warps. Once the items are there, it calls
-// when_items_are_listed(), which must be a barrier among these warps at least; it ends without a
-// barrier after its last writes, those to pair_row and row_token.
+// when_items_are_listed(); it ends without a barrier after its last writes, those to pair_row and
+// row_token.
 template <typename Barrier>
 __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p, const WorkTables& tables,
                                                  Barrier when_items_are_listed) {
@@ -150,6 +146,7 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p, const
     }
     before += counts[i] | (counts[i] + kMoeTokenGroup - 1) / kMoeTokenGroup << 16;
   }
+  sync_multipliers();
   when_items_are_listed();
 #pragma unroll
   for (int i = 0; i < kPairsPerThread; ++i) {

@@ -1,4 +1,5 @@
-// Barriers among some of a CTA's warps.
+// Barriers among some of a CTA's warps. They count warps: one whose lanes came apart would count
+// more than once, and is brought together first.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +9,14 @@ namespace b12x::ptx {
 // Waits for kThreads threads, whole warps of them, to come to barrier kId.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_sync() {
+  __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
 // Counts as one of them, without waiting.
 template <int kId, int kThreads>
 __device__ __forceinline__ void named_arrive() {
+  __syncwarp();
   asm volatile("bar.arrive %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
 }
 
@@ -21,6 +24,7 @@ __device__ __forceinline__ void named_arrive() {
 template <int kId, int kThreads>
 __device__ __forceinline__ bool named_all(bool value) {
   uint32_t all;
+  __syncwarp();
   asm volatile(
       "{\n\t"
       ".reg .pred mine, all;\n\t"
