@@ -117,6 +117,18 @@ def test_forced_path_that_cannot_run_raises_and_says_why():
         make(device=NO_COOPERATIVE, implementation="fused")
 
 
+def test_a_path_that_nobody_forced_is_not_blamed():
+    with pytest.raises(ValueError, match=r"there is no kernel for w4a16 with 1 token on .*top_k"):
+        make("w4a16", device=H200, num_tokens=1, top_k=17)
+
+
+@pytest.mark.parametrize("changes", [{"device": "h200"}, {"split_decode": "yes"}])
+def test_an_argument_of_another_type_is_named(changes):
+    (name,) = changes
+    with pytest.raises(TypeError, match=f"{name} is '.*must be"):
+        make(**changes)
+
+
 def test_environment_that_forces_an_impossible_path_raises_and_says_why(monkeypatch):
     monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", "0")
     with pytest.raises(ValueError, match="8 SMs"):

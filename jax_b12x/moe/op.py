@@ -110,7 +110,8 @@ def _inference_only(plan: MoePlan, place: workspace.Place) -> Any:
         if any(jax.tree.leaves(weights_batched)):
             raise ValueError(
                 "weights are mapped by vmap; fused_moe works under vmap over tokens (x, topk_ids, "
-                "topk_weights), with weights that are the same for all (in_axes None)"
+                "topk_weights), with weights that are the same for all (in_axes None). "
+                "jax.lax.cond with a mapped predicate maps what its branches use: take jnp.where"
             )
         rows = axis_size * plan.num_tokens
         flat = [

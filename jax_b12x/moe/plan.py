@@ -138,11 +138,19 @@ def plan(
       The plan; ``explain()`` prints it.
 
     Raises:
+      TypeError: ``device`` or ``split_decode`` is of another type.
       ValueError: an argument is out of range, or the forced path cannot run; says why.
       ConfigError: an environment variable holds a bad value.
     """
+    if device is not None and not isinstance(device, DeviceCapability):
+        raise TypeError(
+            f"device is {device!r}; it must be a jax_b12x.capability.DeviceCapability, or None for "
+            "the default device"
+        )
     if split_decode is None:
         split_decode = config.NVFP4_SPLIT_DECODE.get()
+    elif not isinstance(split_decode, bool):
+        raise TypeError(f"split_decode is {split_decode!r}; it must be True, False or None")
     request = planner.Request(
         recipe=get_recipe(recipe),
         weight_format=weight_format or get_recipe(recipe).weight_formats[0],

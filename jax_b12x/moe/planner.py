@@ -150,10 +150,12 @@ def _settle(
     platform = _platform(request)
     obstacle = platform.unsupported(request, implementation)
     if obstacle is not None:
+        tokens = "1 token" if request.num_tokens == 1 else f"{request.num_tokens} tokens"
+        what = f"{request.recipe.name} with {tokens} on {request.device}"
+        if forced_by is None:
+            raise ValueError(f"there is no kernel for {what}: {obstacle}")
         raise ValueError(
-            f"{implementation!r} cannot run {request.recipe.name} with {request.num_tokens} tokens "
-            f"on {request.device}: {obstacle}"
-            + (f"; it was forced by {forced_by}" if forced_by else "")
+            f"{implementation!r} cannot run {what}: {obstacle}; it was forced by {forced_by}"
         )
     geometry: Geometry = platform.geometry(request, implementation)
     reasons = (*reasons, *geometry.reasons, _overlap_reason(request, implementation))

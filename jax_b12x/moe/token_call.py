@@ -31,7 +31,8 @@ def token_call(name: str, advice: str, run: Callable[[Any, Any], Any]) -> Callab
         if any(jax.tree.leaves(weights_batched)):
             raise ValueError(
                 f"the weights of {name} are mapped by vmap; it works under vmap over tokens, with "
-                "weights that are the same for all (in_axes None)"
+                "weights that are the same for all (in_axes None). jax.lax.cond with a mapped "
+                "predicate maps what its branches use: take jnp.where"
             )
 
         def flat(array: jax.Array, batched: bool) -> jax.Array:

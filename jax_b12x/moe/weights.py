@@ -259,7 +259,9 @@ class ExpertWeights:
           w_gate: ``f32|bf16|f16[num_experts, intermediate, hidden]``.
           w_up: the same shape.
           w_down: ``[num_experts, hidden, intermediate]``.
-          w13_input_scale: the global scale of the layer's NVFP4 input.
+          w13_input_scale: the global scale of the layer's NVFP4 input, ``amax / 2688`` of what will
+            come. In recipe ``nvfp4``, blocks of 16 below 0.006 times it become zero and magnitudes
+            above 2,688 times it are cut off; other recipes do not read it.
           w2_input_scale: a number or ``f32[num_experts]``, the same for the intermediate.
           w13_bias: ``[num_experts, 2 * intermediate]``, gate first.
           w2_bias: ``[num_experts, hidden]``.
