@@ -119,8 +119,10 @@ def assert_within_fp32(out, whole, magnitude, *, world_size, intermediate=INTERM
     assert np.all(np.abs(np.asarray(out, np.float64) - whole) <= bound)
 
 
-# Compiled once for each shape: the oracle is called a route at a time.
+# Compiled once for each shape, which takes far longer than to run it: the oracle is called a route
+# at a time, for at least so many tokens, whatever a test has.
 reference_moe = jax.jit(reference.moe, static_argnames=("recipe", "activation"))
+_ORACLE_TOKENS = 40
 
 
 def oracle(layer, x, params):
@@ -131,18 +133,24 @@ def oracle(layer, x, params):
     """
     exact = dataclasses.replace(layer, mesh=None, tensor_axis=None, expert_axis=None)
     ids, weights = layer_routes.routes(exact, x, params, None, decode=False)
-    wide = x.astype(jnp.float32)
+    # Rows of zeros without routes behind the tokens.
+    more = ((0, max(0, _ORACLE_TOKENS - len(x))), (0, 0))
+    wide = np.pad(np.asarray(x, np.float32), more)
+    ids, weights = np.pad(ids, more, constant_values=-1), np.pad(weights, more)
     act = {"recipe": layer.recipe, "activation": layer.activation}
-    total = magnitude = jnp.zeros(x.shape, jnp.float32)
+    total = magnitude = np.zeros(wide.shape, np.float32)
     for k in range(layer.top_k):
         one = reference_moe(wide, params.experts, ids[:, k : k + 1], weights[:, k : k + 1], **act)
-        total, magnitude = total + one, magnitude + jnp.abs(one)
+        total, magnitude = total + np.asarray(one), magnitude + np.abs(one)
     if isinstance(params.shared, moe.DenseExpert):
         expert = jax.tree.map(lambda array: array.astype(jnp.float32), params.shared)
-        y = reference.dense_mlp(wide, expert, activation=layer.activation)
-        total, magnitude = total + y, magnitude + jnp.abs(y)
+        y = np.asarray(_dense_mlp(wide, expert, activation=layer.activation))
+        total, magnitude = total + y, magnitude + np.abs(y)
     elif params.shared is not None:
-        zeros, ones = jnp.zeros((len(x), 1), jnp.int32), jnp.ones((len(x), 1))
-        y = reference_moe(wide, params.shared, zeros, ones, **act)
-        total, magnitude = total + y, magnitude + jnp.abs(y)
-    return np.asarray(total), np.asarray(magnitude)
+        zeros = np.zeros((len(wide), 1), np.int32)
+        y = np.asarray(reference_moe(wide, params.shared, zeros, np.ones_like(wide[:, :1]), **act))
+        total, magnitude = total + y, magnitude + np.abs(y)
+    return total[: len(x)], magnitude[: len(x)]
+
+
+_dense_mlp = jax.jit(reference.dense_mlp, static_argnames="activation")

@@ -9,6 +9,7 @@ from jax_b12x.moe import ExpertWeights
 from jax_b12x.quant import QuantizedTensor, nvfp4
 
 E, H, I = 3, 64, 32  # noqa: E741
+quantize_under_jit = jax.jit(ExpertWeights.quantize)
 
 
 def dense(rng, dtype=np.float32):
@@ -47,7 +48,7 @@ def test_quantize_keeps_gate_and_up_apart_and_each_expert_within_half_a_step(dty
 
 def test_quantize_gives_the_same_under_jit():
     w = dense(np.random.default_rng())
-    eager, jitted = ExpertWeights.quantize(*w), jax.jit(ExpertWeights.quantize)(*w)
+    eager, jitted = ExpertWeights.quantize(*w), quantize_under_jit(*w)
     jax.tree.map(np.testing.assert_array_equal, eager, jitted)
 
 
@@ -64,11 +65,10 @@ def test_quantize_refuses_a_weight_that_is_not_finite(name, value, dtype):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_weight_that_is_not_finite_makes_its_block_nan_under_jit_and_no_other(value):
     gate, up, down = dense(np.random.default_rng())
-    quantize = jax.jit(ExpertWeights.quantize)
     # Where the block is 0 before, the others don't depend on it.
     gate = gate.at[1, 5, 16:32].set(0)
-    expected = quantize(gate, up, down)
-    weights = quantize(gate.at[1, 5, 20].set(value), up, down)
+    expected = quantize_under_jit(gate, up, down)
+    weights = quantize_under_jit(gate.at[1, 5, 20].set(value), up, down)
     np.testing.assert_array_equal(weights.w13_global_scale, expected.w13_global_scale)
     scale = np.asarray(weights.w13_scale, np.float32)
     assert np.isnan(scale[1, 5, 1])

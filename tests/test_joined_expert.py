@@ -17,6 +17,7 @@ from layer_inputs import (
     make_x,
     mesh_of,
     oracle,
+    reference_moe,
 )
 
 from jax_b12x import capability, comm, moe
@@ -209,7 +210,7 @@ def test_padding_gets_the_shared_expert_alone_and_a_nan_stays_in_its_token(rng, 
     out = run(layer, prepared, x, token_mask=mask)
     np.testing.assert_array_equal(np.delete(out, 1, 0), np.delete(run(layer, prepared, x), 1, 0))
     zeros, ones = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.float32)
-    alone = np.asarray(moe.reference.moe(x[1:2], params.shared, zeros, ones, recipe="nvfp4"))
+    alone = np.asarray(reference_moe(x[1:2], params.shared, zeros, ones, recipe="nvfp4"))
     magnitude = np.full_like(alone, np.abs(alone).max())
     width = 2 * INTERMEDIATE
     assert_within_fp32(out[1:2], alone, magnitude, world_size=2, intermediate=width)

@@ -29,6 +29,14 @@ def make(request):
     return made
 
 
+@pytest.fixture(scope="module")
+def pair(nvfp4_folder):
+    """A generator on two devices, for tests that leave it as it was."""
+    generator = make_generator(nvfp4_folder, 2)
+    yield generator
+    generator.pool.close()
+
+
 def logits_after(generator, text, positions):
     """Returns ``[positions, vocab]``: what a generator says after each of these prefixes."""
     steps = (
@@ -71,11 +79,10 @@ def test_four_devices_give_the_logits_of_one(make, nvfp4_folder, text, recipe):
     np.testing.assert_allclose(got, expected, rtol=0, atol=UNITS * np.abs(expected).max())
 
 
-def test_target_and_draft_are_executables_in_lanes_of_their_own(make, nvfp4_folder, text):
-    generator = make(nvfp4_folder, 2)
-    generator.generate(text.held_out[:20], 12)
+def test_target_and_draft_are_executables_in_lanes_of_their_own(pair, text):
+    pair.generate(text.held_out[:20], 12)
     by_program = {}
-    for record in generator.pool.records():
+    for record in pair.pool.records():
         by_program.setdefault((record.program, record.lane), set()).add(record.site)
     assert {key: len(sites) for key, sites in by_program.items()} == {
         ("jit__read", "target"): TINY.layers,
@@ -94,12 +101,11 @@ def test_decoding_on_two_devices_compiles_once(make, nvfp4_folder, text):
     assert [function._cache_size() for function in functions] == [n + 1 for n in before]
 
 
-def test_a_profile_measures_memory_and_leaves_no_channel_and_no_workspace(make, nvfp4_folder, text):
-    generator = make(nvfp4_folder, 2)
-    expected = generator.generate(text.held_out[:20], 12)
-    channels = generator.pool.records()
+def test_a_profile_measures_memory_and_leaves_no_channel_and_no_workspace(pair, text):
+    expected = pair.generate(text.held_out[:20], 12)
+    channels = pair.pool.records()
     workspaces = workspace.default().records()
-    measured = profile.profile(generator)
+    measured = profile.profile(pair)
     assert [(one.name, one.lane) for one in measured] == [
         ("read", "target"),
         ("draft", "draft"),
@@ -111,9 +117,9 @@ def test_a_profile_measures_memory_and_leaves_no_channel_and_no_workspace(make, 
         assert one.temporary >= 0
         assert one.channels > 0
         assert one.live > one.arguments
-    assert generator.pool.records() == channels
+    assert pair.pool.records() == channels
     assert workspace.default().records() == workspaces
-    np.testing.assert_array_equal(generator.generate(text.held_out[:20], 12), expected)
+    np.testing.assert_array_equal(pair.generate(text.held_out[:20], 12), expected)
 
 
 def test_in_bfloat16_as_on_gpus_the_model_decodes_the_same_with_and_without_drafts(
