@@ -147,7 +147,7 @@ class WorkspacePool(lifetime.ClosesOnExit):
         if isolation not in get_args(WorkspaceIsolation):
             raise ValueError(f"isolation must be 'call_site' or 'lane', not {isolation!r}")
         if lanes is not None:
-            if isinstance(lanes, str) or not lanes:
+            if isinstance(lanes, str) or not isinstance(lanes, Sequence) or not lanes:
                 raise ValueError(f"lanes must be names such as ('target', 'draft'), not {lanes!r}")
             for lane in lanes:
                 check_lane(lane)

@@ -20,9 +20,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jax_b12x"
 CXX_SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 
-# Which rooms of the package a room may import, itself aside. `config`, `capability`, `consoles`,
-# `lanes` and `_native` are open to all; the rooms that are not named here (cli, bench) may import
-# every other.
+# Which rooms of the package a room may import, itself aside. `arguments`, `config`, `capability`,
+# `consoles`, `lanes` and `_native` are open to all; the rooms that are not named here (cli, bench)
+# may import every other.
 DOORS = {
     "quant": set(),
     "comm": {"quant"},
@@ -30,13 +30,23 @@ DOORS = {
     "workspace_call": {"workspace"},
     "moe": {"quant", "comm", "workspace", "workspace_call"},
     "flax": {"quant", "comm", "workspace", "moe"},
+    "arguments": set(),
     "capability": set(),
     "config": set(),
     "consoles": set(),
     "lanes": set(),
     "_native": set(),
 }
-OPEN_TO_ALL = {"config", "capability", "_native", "_b12x", "_b12x_cuda", "consoles", "lanes"}
+OPEN_TO_ALL = {
+    "_b12x",
+    "_b12x_cuda",
+    "_native",
+    "arguments",
+    "capability",
+    "config",
+    "consoles",
+    "lanes",
+}
 
 
 def cxx_files(*folders: str) -> Iterator[pathlib.Path]:

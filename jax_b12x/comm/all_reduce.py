@@ -200,7 +200,12 @@ def add_rms_norm(
 
     Returns:
       ``(normed, new_residual)``, both like ``residual``.
+
+    Raises:
+      TypeError: an argument is no array, or ``eps`` no number.
     """
+    summed, residual = checks.array("summed", summed), checks.array("residual", residual)
+    weight, eps = checks.array("weight", weight), checks.number("eps", eps)
     new_residual = (summed.astype(jnp.float32) + residual.astype(jnp.float32)).astype(
         residual.dtype
     )

@@ -89,6 +89,8 @@ def array(name: str, value: Any) -> jax.Array:
       TypeError: it cannot be one.
     """
     try:
+        if value is None:  # which JAX refuses in other words from version to version
+            raise TypeError
         result = jnp.asarray(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be an array, not a {type(value).__name__}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jax_b12x.comm import checks
 
@@ -63,6 +63,12 @@ def required_bytes(programs: Iterable[Sequence[int]], world_size: int, isolation
     """
     if isolation not in ISOLATIONS:
         raise ValueError(f"isolation must be one of {', '.join(ISOLATIONS)}, not {isolation!r}")
+    given: Any = programs
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"programs must be the message bytes of each executable's call sites, such as "
+            f"[[4096, 512]], not {given!r}"
+        )
     if isolation == "call_site":
         return sum(channel_bytes(size, world_size) for sites in programs for size in sites)
     largest = [max(sites) for sites in programs if sites]

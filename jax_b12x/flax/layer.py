@@ -10,10 +10,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jax_b12x import comm, moe
+from jax_b12x.arguments import what
 from jax_b12x.flax.experts import PackedExperts
 from jax_b12x.flax.moe import MoE
 from jax_b12x.moe import layer_checks
-from jax_b12x.moe.checks import what
 
 
 class MoELayer(nnx.Module):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_b12x import _native, workspace
+from jax_b12x.arguments import check_array, what
 from jax_b12x.moe import checks, dense, op, routing
 from jax_b12x.moe.block_plan import BlockPlan, DensePlan, with_num_tokens
 from jax_b12x.moe.dense import DenseExpert
@@ -270,6 +271,7 @@ def _check(
     token_mask: jax.Array | None,
     plan: BlockPlan,
 ) -> None:
+    check_array("x", x)
     if (router is None) == (topk is None):
         raise ValueError("exactly one of router and topk must be given")
     if (router is not None) != plan.router:
@@ -281,8 +283,10 @@ def _check(
     ids: Any = jax.ShapeDtypeStruct((x.shape[0], plan.routed.top_k), jnp.int32)
     route_weights: Any = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
     if topk is not None:
+        if not isinstance(topk, (tuple, list)) or len(topk) != 2:
+            raise TypeError(f"topk is {what(topk)}; it must be (topk_ids, topk_weights)")
         ids, route_weights = topk
-    checks.check_arrays(x, routed, ids, route_weights)
+    checks.check_arrays(x, routed, ids, route_weights, weights_name="routed")
     checks.check_plan(plan.routed, x, routed, ids)
     if router is not None:
         _check_router(x, router, token_mask, plan)

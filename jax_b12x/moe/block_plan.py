@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jax_b12x.arguments import check_integer, check_kind
 from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.plan import plan as make_plan
 from jax_b12x.moe.recipe import SILU, Activation
@@ -29,6 +30,8 @@ class DensePlan:
     activation: Activation = SILU
 
     def __post_init__(self) -> None:
+        check_integer("intermediate", self.intermediate)
+        check_kind("activation", self.activation, Activation, "an Activation, such as moe.SILU")
         if self.intermediate < 16 or self.intermediate % 16:
             raise ValueError(
                 f"intermediate is {self.intermediate}; it must be a positive multiple of 16"

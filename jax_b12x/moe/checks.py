@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from jax_b12x.arguments import check_array, check_integer, what
 from jax_b12x.moe.geometry import BLOCK
 from jax_b12x.moe.plan import MoePlan
 from jax_b12x.moe.planner import DTYPES
@@ -14,23 +13,6 @@ from jax_b12x.moe.recipe import Activation
 from jax_b12x.moe.weights import ExpertWeights
 
 _SCALE_DTYPE = {"nvfp4": "float8_e4m3fn", "mxfp4": "float8_e8m0fnu"}
-
-
-def what(value: Any) -> str:
-    """Returns what a value is, for a message: ``a tuple``, or ``'tp', a str``."""
-    name = type(value).__name__
-    kind = f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-    return f"{value!r}, {kind}" if isinstance(value, str) else kind
-
-
-def check_array(name: str, value: Any) -> None:
-    """Refuses what is not an array.
-
-    Raises:
-      TypeError: names the argument and its type.
-    """
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise TypeError(f"{name} is {what(value)}; it must be an array")
 
 
 def check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
@@ -49,18 +31,25 @@ def check_token_mask(token_mask: jax.Array, num_tokens: int) -> None:
 
 
 def check_arrays(
-    x: jax.Array, weights: ExpertWeights, topk_ids: jax.Array, topk_weights: jax.Array
+    x: jax.Array,
+    weights: ExpertWeights,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    weights_name: str = "weights",
 ) -> None:
     """Checks dtypes and shapes of the op's arrays, each alone and against the others.
 
+    ``weights_name`` is what the caller's argument is called.
+
     Raises:
-      TypeError: a dtype is wrong.
+      TypeError: an argument is of another type or dtype.
       ValueError: a shape is wrong.
     """
     for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         check_array(name, array)
     if not isinstance(weights, ExpertWeights):
-        raise TypeError(f"weights is a {type(weights).__name__}; it must be an ExpertWeights")
+        raise TypeError(f"{weights_name} is {what(weights)}; it must be an ExpertWeights")
     _check_dtype("x", x, *DTYPES)
     _check_rank("x", x, "[num_tokens, hidden]")
     _check_dtype("topk_ids", topk_ids, "int32")
@@ -184,6 +173,8 @@ def _check_rank(name: str, array: jax.Array, shape: str) -> None:
 
 def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
     """Checks groups of experts; raises ``ValueError`` where they do not fit."""
+    check_integer("num_groups", num_groups)
+    check_integer("topk_groups", topk_groups)
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(f"num_groups is {num_groups}; it must divide the {num_experts} experts")
     group_size = num_experts // num_groups

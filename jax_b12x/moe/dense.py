@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_b12x import _native
-from jax_b12x.moe import checks
+from jax_b12x.arguments import check_array, dtype_name
 from jax_b12x.moe.planner import DTYPES
 from jax_b12x.moe.recipe import SILU, Activation
 from jax_b12x.moe.token_call import absent_as_scalar, token_call
@@ -61,8 +61,11 @@ class DenseExpert:
 
         Args:
           dtype: bfloat16, float16 or float32.
+
+        Raises:
+          TypeError: it is no dtype.
         """
-        gate = self.shared_gate
+        dtype, gate = dtype_name("dtype", dtype), self.shared_gate
         return dataclasses.replace(
             self,
             w13=self.w13.astype(dtype),
@@ -196,7 +199,7 @@ def check_expert(
     for name, given, wanted, shape in arrays:
         if given is None:
             continue
-        checks.check_array(f"expert.{name}", given)
+        check_array(f"expert.{name}", given)
         if given.dtype != wanted:
             why = "" if name.endswith("_bias") else f", {whose}"
             raise TypeError(
@@ -207,6 +210,6 @@ def check_expert(
 
 
 def _check_matrix(name: str, array: Any) -> None:
-    checks.check_array(name, array)
+    check_array(name, array)
     if len(array.shape) != 2:
         raise ValueError(f"{name} has shape {array.shape}; it must have two axes")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_b12x import comm
+from jax_b12x.arguments import check_array, what
 from jax_b12x.moe import checks, dense, planner, sharding
 from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.geometry import BLOCK
@@ -116,7 +117,7 @@ def _check_mesh(layer: MoELayer) -> None:
     mesh: Any = layer.mesh
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
-            f"mesh is {checks.what(mesh)}; it must be a jax.sharding.Mesh, such as "
+            f"mesh is {what(mesh)}; it must be a jax.sharding.Mesh, such as "
             "jax.make_mesh((2,), ('tp',))"
         )
     for name in ("tensor_axis", "expert_axis"):
@@ -200,7 +201,7 @@ def check_pool(layer: MoELayer, pool: comm.ChannelPool | None) -> None:
             f"{_pool_of(layer)}"
         )
     if not isinstance(pool, comm.ChannelPool):
-        raise TypeError(f"pool is {checks.what(pool)}; it must be a {_pool_of(layer)}")
+        raise TypeError(f"pool is {what(pool)}; it must be a {_pool_of(layer)}")
     if set(pool.topology.axes) != set(layer.axes):
         raise ValueError(
             f"pool is over the axes {pool.topology.axes}; the layer is split over {layer.axes} "
@@ -220,7 +221,7 @@ def check_tokens(layer: MoELayer, x: jax.Array, token_mask: jax.Array | None) ->
       TypeError: one is no array, or ``x`` has another dtype.
       ValueError: one has another shape, or the mask another dtype.
     """
-    checks.check_array("x", x)
+    check_array("x", x)
     if x.dtype.name not in planner.DTYPES:
         raise TypeError(f"x has dtype {x.dtype.name}; it must be {' or '.join(planner.DTYPES)}")
     if x.ndim != 2 or x.shape[1] != layer.hidden:
@@ -239,15 +240,15 @@ def check_container(params: LayerParams) -> None:
     """
     made = "moe.LayerParams(router, experts, shared)"
     if not isinstance(params, LayerParams):
-        raise TypeError(f"params is {checks.what(params)}; it must be a {made}")
+        raise TypeError(f"params is {what(params)}; it must be a {made}")
     if not isinstance(params.experts, ExpertWeights):
         raise TypeError(
-            f"params.experts is {checks.what(params.experts)}; it must be an ExpertWeights: {made}"
+            f"params.experts is {what(params.experts)}; it must be an ExpertWeights: {made}"
         )
     kinds = (DenseExpert, ExpertWeights, JoinedExpert, type(None))
     if not isinstance(params.shared, kinds):
         raise TypeError(
-            f"params.shared is {checks.what(params.shared)}; it must be a DenseExpert, an "
+            f"params.shared is {what(params.shared)}; it must be a DenseExpert, an "
             f"ExpertWeights or None: {made}"
         )
 
@@ -308,7 +309,7 @@ def check_joined(made: LayerPlan, params: LayerParams) -> None:
     """
     if not isinstance(made, LayerPlan):
         raise TypeError(
-            f"plan is {checks.what(made)}; it must be a LayerPlan, from layer.plan(num_tokens)"
+            f"plan is {what(made)}; it must be a LayerPlan, from layer.plan(num_tokens)"
         )
     if made.joined != params.joined:
         raise ValueError(
@@ -325,7 +326,7 @@ def _check_params(
     intermediate: int,
     shared: int,
 ) -> None:
-    checks.check_array("params.router", params.router)
+    check_array("params.router", params.router)
     _check_leaves("params.experts", params.experts)
     for name, actual, expected in (
         ("params.router.shape", params.router.shape, (layer.num_experts, layer.hidden)),
@@ -343,7 +344,7 @@ def _check_params(
         )
     bias = params.router_bias
     if bias is not None:
-        checks.check_array("params.router_bias", bias)
+        check_array("params.router_bias", bias)
     if bias is not None and (bias.dtype != jnp.float32 or bias.shape != (layer.num_experts,)):
         raise ValueError(
             f"params.router_bias is {bias.dtype.name}{list(bias.shape)}; it must be "
@@ -363,7 +364,7 @@ def _check_leaves(name: str, weights: ExpertWeights) -> None:
     """Refuses packed experts that hold something that is no array."""
     for field in dataclasses.fields(weights):
         if not field.metadata.get("static"):
-            checks.check_array(f"{name}.{field.name}", getattr(weights, field.name))
+            check_array(f"{name}.{field.name}", getattr(weights, field.name))
 
 
 def _check_shared(layer: MoELayer, params: LayerParams, intermediate: int) -> None:

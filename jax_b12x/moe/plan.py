@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_b12x import capability, config
+from jax_b12x.arguments import dtype_name
 from jax_b12x.capability import DeviceCapability, Platform
 from jax_b12x.moe import planner
 from jax_b12x.moe.recipe import SILU, Activation, RecipeName, WeightFormat, get_recipe
@@ -138,7 +138,7 @@ def plan(
       The plan; ``explain()`` prints it.
 
     Raises:
-      TypeError: ``device`` or ``split_decode`` is of another type.
+      TypeError: ``dtype``, ``device`` or ``split_decode`` is of another type.
       ValueError: an argument is out of range, or the forced path cannot run; says why.
       ConfigError: an environment variable holds a bad value.
     """
@@ -159,7 +159,7 @@ def plan(
         intermediate=intermediate,
         num_experts=num_experts,
         top_k=top_k,
-        dtype=jnp.dtype(dtype).name,
+        dtype=dtype_name("dtype", dtype),
         activation=activation,
         device=device or capability.current(),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jax_b12x.arguments import number
+
 WeightFormat = Literal["nvfp4", "mxfp4"]
 RecipeName = Literal["w4a16", "nvfp4"]
 ActivationKind = Literal["silu", "swiglu_oai"]
@@ -64,6 +66,8 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in ("silu", "swiglu_oai"):
             raise ValueError(f"activation kind is {self.kind!r}; it must be 'silu' or 'swiglu_oai'")
+        for name in ("alpha", "limit"):
+            number(f"activation {name}", getattr(self, name))
         if not self.limit > 0:
             raise ValueError(f"activation limit is {self.limit!r}; it must be greater than 0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_b12x.arguments import check_array, check_kind
 from jax_b12x.moe.dense import DenseExpert
 from jax_b12x.moe.recipe import SILU, Activation, Recipe, WeightFormat, get_recipe
 from jax_b12x.moe.weights import ExpertWeights
@@ -35,7 +36,15 @@ def moe(
 
     Returns:
       ``x.dtype[num_tokens, hidden]``.
+
+    Raises:
+      TypeError: an argument is of another type.
+      ValueError: there is no such recipe.
     """
+    for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        check_array(name, array)
+    check_kind("weights", weights, ExpertWeights, "an ExpertWeights")
+    check_kind("activation", activation, Activation, "an Activation, such as moe.SILU")
     contract = get_recipe(recipe)
     a, a_scale = _input(x, weights.w13_input_scale, contract)
 
@@ -97,7 +106,13 @@ def dense_mlp(x: jax.Array, expert: DenseExpert, *, activation: Activation = SIL
 
     Returns:
       ``x.dtype[num_tokens, hidden]``.
+
+    Raises:
+      TypeError: an argument is of another type.
     """
+    check_array("x", x)
+    check_kind("expert", expert, DenseExpert, "a DenseExpert")
+    check_kind("activation", activation, Activation, "an Activation, such as moe.SILU")
     w13, w2 = expert.w13.astype(jnp.float32), expert.w2.astype(jnp.float32)
     product = _dot(x.astype(jnp.float32), w13)
     if expert.w13_bias is not None:

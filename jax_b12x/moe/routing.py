@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jax_b12x import _native
+from jax_b12x.arguments import as_array, check_array, check_integer, number
 from jax_b12x.moe import checks, planner
 from jax_b12x.moe.token_call import absent_as_scalar, token_call
 
@@ -113,11 +114,13 @@ def sigmoid_topk(
     """
     logits, valid, nan = _check(logits, top_k, num_valid_tokens, token_mask)
     num_tokens, num_experts = logits.shape
+    factor = number("routed_scaling_factor", routed_scaling_factor)
     checks.check_groups(num_experts, top_k, num_groups, topk_groups)
     group_size = num_experts // num_groups
     scores = jax.nn.sigmoid(logits)
     biased = scores
     if correction_bias is not None:
+        check_array("correction_bias", correction_bias)
         if correction_bias.shape != (num_experts,):
             raise ValueError(
                 f"correction_bias has shape {correction_bias.shape}; it must be ({num_experts},)"
@@ -135,7 +138,7 @@ def sigmoid_topk(
     weights = _take(scores, ids)
     if renormalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return _finish(ids, weights * jnp.float32(routed_scaling_factor), valid, nan)
+    return _finish(ids, weights * jnp.float32(factor), valid, nan)
 
 
 def route(
@@ -192,7 +195,7 @@ def route(
       NativeError: the extension is not built.
     """
     options = _Options(
-        top_k, scoring, renormalize, float(scale), num_groups, topk_groups, num_joined
+        top_k, scoring, renormalize, number("scale", scale), num_groups, topk_groups, num_joined
     )
     _check_route(x, weight, bias, options, token_mask)
     if x.shape[0] == 0:
@@ -220,6 +223,14 @@ def route_reference(
     token_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what :func:`route` does, in plain ``jnp``."""
+    check_array("x", x)
+    check_array("weight", weight)
+    if bias is not None:
+        check_array("bias", bias)
+    check_integer("num_joined", num_joined)
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring is {scoring!r}; it must be 'softmax' or 'sigmoid'")
+    factor = number("scale", scale)
     logits = jnp.matmul(
         x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST
     )
@@ -227,7 +238,7 @@ def route_reference(
         if bias is not None:
             logits = logits + bias
         ids, weights = softmax_topk(logits, top_k, renormalize=renormalize, token_mask=token_mask)
-        weights = weights * jnp.float32(scale)
+        weights = weights * jnp.float32(factor)
     else:
         ids, weights = sigmoid_topk(
             logits,
@@ -236,7 +247,7 @@ def route_reference(
             num_groups=num_groups,
             topk_groups=topk_groups,
             renormalize=renormalize,
-            routed_scaling_factor=scale,
+            routed_scaling_factor=factor,
             token_mask=token_mask,
         )
     return *with_joined(ids, weights, weight.shape[0], num_joined), logits
@@ -253,6 +264,10 @@ def with_joined(
       first: the first expert that every token goes to.
       count: how many there are.
     """
+    check_array("topk_ids", topk_ids)
+    check_array("topk_weights", topk_weights)
+    check_integer("first", first)
+    check_integer("count", count)
     if count == 0:
         return topk_ids, topk_weights
     # Made of the routes, so that inside shard_map they vary as those do.
@@ -331,7 +346,7 @@ def _check_route(
         ("x", x, "[num_tokens, hidden]"),
         ("weight", weight, "[num_experts, hidden]"),
     ):
-        checks.check_array(name, array)
+        check_array(name, array)
         if array.dtype.name not in planner.DTYPES:
             raise TypeError(
                 f"{name} has dtype {array.dtype.name}; it must be {_list(planner.DTYPES)}"
@@ -349,6 +364,10 @@ def _check_route(
         raise ValueError(
             f"weight has {num_experts} rows; the experts must be within [1, {MAX_EXPERTS}]"
         )
+    for field in ("top_k", "num_groups", "topk_groups", "num_joined"):
+        check_integer(field, getattr(options, field))
+    if not isinstance(options.renormalize, (bool, np.bool_)):
+        raise TypeError(f"renormalize is {options.renormalize!r}; it must be True or False")
     most = min(MAX_TOP_K, num_experts)
     if not 1 <= options.top_k <= most:
         raise ValueError(
@@ -364,7 +383,7 @@ def _check_route(
                 f"{name} {value} of at most {limit}"
             )
     if bias is not None:
-        checks.check_array("bias", bias)
+        check_array("bias", bias)
         if bias.dtype != jnp.float32:
             raise TypeError(f"bias has dtype {bias.dtype.name}; it must be float32")
         if bias.shape != (num_experts,):
@@ -394,6 +413,8 @@ def _check(
     token_mask: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the logits in fp32, finite and without -0; valid tokens; tokens that had a NaN."""
+    check_array("logits", logits)
+    check_integer("top_k", top_k)
     if logits.ndim != 2:
         raise ValueError(f"logits has shape {logits.shape}; it must be [num_tokens, num_experts]")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
@@ -405,7 +426,7 @@ def _check(
     nan = jnp.any(jnp.isnan(logits), axis=-1)
     valid = jnp.ones(num_tokens, jnp.bool_)
     if num_valid_tokens is not None:
-        valid &= jnp.arange(num_tokens) < jnp.asarray(num_valid_tokens)
+        valid &= jnp.arange(num_tokens) < as_array("num_valid_tokens", num_valid_tokens)
     if token_mask is not None:
         checks.check_token_mask(token_mask, num_tokens)
         valid &= token_mask

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jax_b12x.arguments import as_array, what
 from jax_b12x.moe import layout_sm90
 from jax_b12x.moe.recipe import WeightFormat
 from jax_b12x.quant import QuantizedTensor, nvfp4
@@ -96,9 +97,14 @@ class ExpertWeights:
           The weights in ``plan.weight_layout``; ``self`` if they are in it already.
 
         Raises:
+          TypeError: ``plan`` is no plan.
           ValueError: the plan is for other weights, or a block scale is negative or NaN, which the
             layout has no room for.
         """
+        from jax_b12x.moe.plan import MoePlan  # which imports this module
+
+        if not isinstance(plan, MoePlan):
+            raise TypeError(f"plan is {what(plan)}; it must be a MoePlan, from jax_b12x.moe.plan")
         for name, own, planned in (
             ("hidden", self.hidden, plan.hidden),
             ("intermediate", self.intermediate, plan.intermediate),
@@ -191,6 +197,7 @@ class ExpertWeights:
           The weights in the ``checkpoint`` layout.
 
         Raises:
+          TypeError: an argument is no array.
           ValueError: a shape, dtype or scale is wrong; the message names the array.
         """
         if format not in BLOCK:
@@ -208,15 +215,17 @@ class ExpertWeights:
         for name, columns in (("hidden", hidden), ("intermediate", intermediate)):
             if columns == 0 or columns % block:
                 raise ValueError(
-                    f"{name} is {columns}, from w13's shape {w13.shape}; {format} needs a multiple "
-                    f"of {block}"
+                    f"{name} is {columns}, from w13's shape {w13.shape}; {format} needs a "
+                    f"positive multiple of {block}"
                 )
+        if num_experts == 0:
+            raise ValueError(f"w13 has shape {w13.shape}; there must be 1 expert or more")
         _check_shape("w2", w2, (num_experts, hidden, intermediate // 2))
         w13_scale = _block_scale("w13_scale", w13_scale, format)
         w2_scale = _block_scale("w2_scale", w2_scale, format)
         _check_shape("w13_scale", w13_scale, (num_experts, rows, hidden // block))
         _check_shape("w2_scale", w2_scale, (num_experts, hidden, intermediate // block))
-        gate_up_scale = jnp.asarray(w13_global_scale, jnp.float32)
+        gate_up_scale = as_array("w13_global_scale", w13_global_scale, jnp.float32)
         if gate_up_scale.ndim == 1:
             gate_up_scale = gate_up_scale[:, None]
         return cls(
@@ -270,10 +279,12 @@ class ExpertWeights:
           The weights in the ``checkpoint`` layout.
 
         Raises:
+          TypeError: an argument is no array.
           ValueError: a shape or dtype is wrong, or a weight is infinite or NaN; the message names
             the array.
         """
-        gate, up, down = jnp.asarray(w_gate), jnp.asarray(w_up), jnp.asarray(w_down)
+        gate, up = as_array("w_gate", w_gate), as_array("w_up", w_up)
+        down = as_array("w_down", w_down)
         for name, w in (("w_gate", gate), ("w_up", up), ("w_down", down)):
             if w.dtype.name not in ("float32", "bfloat16", "float16"):
                 raise ValueError(
@@ -284,13 +295,15 @@ class ExpertWeights:
                 f"w_gate has shape {gate.shape}; it must be [num_experts, intermediate, hidden]"
             )
         num_experts, intermediate, hidden = gate.shape
+        if num_experts == 0:
+            raise ValueError(f"w_gate has shape {gate.shape}; there must be 1 expert or more")
         _check_shape("w_up", up, gate.shape)
         _check_shape("w_down", down, (num_experts, hidden, intermediate))
         for name, columns in (("hidden", hidden), ("intermediate", intermediate)):
-            if columns % nvfp4.BLOCK:
+            if columns == 0 or columns % nvfp4.BLOCK:
                 raise ValueError(
-                    f"{name} is {columns}, from w_gate's {gate.shape}; nvfp4 needs a multiple "
-                    f"of {nvfp4.BLOCK}"
+                    f"{name} is {columns}, from w_gate's {gate.shape}; nvfp4 needs a positive "
+                    f"multiple of {nvfp4.BLOCK}"
                 )
         (q_gate, g_gate), (q_up, g_up), (q_down, g_down) = (
             _quantize_experts(name, w)
@@ -335,7 +348,7 @@ def _check_shape(name: str, array: jax.Array, expected: tuple[int, ...]) -> None
 
 
 def _packed(name: str, array: ArrayLike) -> jax.Array:
-    array = jnp.asarray(array)
+    array = as_array(name, array)
     if array.dtype != jnp.uint8:
         raise ValueError(f"{name} has dtype {array.dtype.name}; packed weights are uint8")
     if array.ndim != 3:
@@ -346,7 +359,7 @@ def _packed(name: str, array: ArrayLike) -> jax.Array:
 
 
 def _block_scale(name: str, array: ArrayLike, format: WeightFormat) -> jax.Array:
-    array = jnp.asarray(array)
+    array = as_array(name, array)
     dtype = jnp.float8_e4m3fn if format == "nvfp4" else jnp.float8_e8m0fnu
     if array.dtype == jnp.uint8:
         return lax.bitcast_convert_type(array, dtype)
@@ -373,7 +386,7 @@ def check_block_scales(name: str, scale: jax.Array) -> None:
 
 
 def _scales(name: str, value: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    scales = jnp.asarray(value, jnp.float32)
+    scales = as_array(name, value, jnp.float32)
     try:
         scales = jnp.broadcast_to(scales, shape)
     except ValueError:
@@ -388,7 +401,7 @@ def _scales(name: str, value: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
 def _bias(name: str, value: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array:
     if value is None:
         return jnp.zeros((shape[0], 0), jnp.float32)
-    bias = jnp.asarray(value)
+    bias = as_array(name, value)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise ValueError(f"{name} has dtype {bias.dtype.name}; it must be a floating-point dtype")
     _check_shape(name, bias, shape)

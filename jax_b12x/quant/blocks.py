@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_b12x.arguments import as_array, check_kind
 from jax_b12x.quant import e4m3, e8m0, softfloat
 from jax_b12x.quant.tensor import Format, QuantizedTensor
 
@@ -25,7 +26,7 @@ def split(x: jax.Array, block: int, format_name: str) -> jax.Array:
       TypeError: the dtype is none of float32, bfloat16, float16.
       ValueError: ``x`` is a scalar, or ``columns`` is no multiple of ``block``.
     """
-    x = jnp.asarray(x)
+    x = as_array("x", x)
     if x.dtype.name not in _INPUT_DTYPES:
         raise TypeError(
             f"x has dtype {x.dtype.name}; {format_name} quantizes {', '.join(_INPUT_DTYPES)}"
@@ -75,8 +76,10 @@ def check_packed(q: QuantizedTensor, expected: Format, block: int) -> None:
     """Checks that ``q`` is a tensor of the expected format whose parts fit together.
 
     Raises:
+      TypeError: it is no ``QuantizedTensor``.
       ValueError: it is not; the message names the part.
     """
+    check_kind("q", q, QuantizedTensor, f"a QuantizedTensor, as quantization to {expected} gives")
     if q.format != expected:
         raise ValueError(f"q is a {q.format} tensor; this is the dequantization of {expected}")
     blocks = (*q.shape[:-1], q.shape[-1] // block)
@@ -93,7 +96,7 @@ def global_scale_array(global_scale: jax.typing.ArrayLike, leading: tuple[int, .
     Raises:
       ValueError: it does not.
     """
-    g = jnp.asarray(global_scale, jnp.float32)
+    g = as_array("global_scale", global_scale, jnp.float32)
     try:
         fits = np.broadcast_shapes(g.shape, leading) == leading
     except ValueError:

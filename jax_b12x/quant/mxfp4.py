@@ -18,6 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_b12x.arguments import dtype_name
 from jax_b12x.quant import blocks, e2m1
 from jax_b12x.quant.e2m1 import pack, unpack
 from jax_b12x.quant.tensor import QuantizedTensor
@@ -60,8 +61,10 @@ def dequantize(q: QuantizedTensor, dtype: jax.typing.DTypeLike = jnp.float32) ->
       ``dtype[..., columns]``.
 
     Raises:
+      TypeError: ``q`` is no ``QuantizedTensor``, or ``dtype`` no dtype.
       ValueError: ``q`` is not a well-formed MXFP4 tensor.
     """
     blocks.check_packed(q, "mxfp4", BLOCK)
+    dtype = dtype_name("dtype", dtype)
     elements = e2m1.decode(unpack(q.data)).reshape(*q.scale.shape, BLOCK)
     return blocks.join(blocks.mx_dequantize(elements, q.scale)).astype(dtype)

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_b12x.arguments import dtype_name
 from jax_b12x.quant import blocks, e4m3, softfloat
 from jax_b12x.quant.tensor import QuantizedTensor
 
@@ -152,9 +153,11 @@ def dequantize(
       ``dtype[..., columns]``.
 
     Raises:
+      TypeError: ``q`` is no ``QuantizedTensor``, or ``dtype`` no dtype.
       ValueError: ``q`` is not a well-formed NF3 tensor.
     """
     blocks.check_packed(q, "nf3", BLOCK)
+    dtype = dtype_name("dtype", dtype)
     elements = decode(unpack(q.data)).reshape(*q.scale.shape, BLOCK)
     values = elements * e4m3.decode(q.scale)[..., None]
     if apply_global_scale:

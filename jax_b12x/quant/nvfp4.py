@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_b12x.arguments import as_array, dtype_name
 from jax_b12x.quant import blocks, e2m1, e4m3, softfloat
 from jax_b12x.quant.e2m1 import pack, unpack
 from jax_b12x.quant.tensor import QuantizedTensor
@@ -48,7 +49,7 @@ def global_scale(amax: jax.Array) -> jax.Array:
     Returns:
       ``f32[...]``, positive and normal.
     """
-    amax = jnp.asarray(amax, jnp.float32)
+    amax = as_array("amax", amax, jnp.float32)
     scale = softfloat.divide(amax, jnp.float32(e2m1.MAX * e4m3.MAX))
     usable = softfloat.is_normal(scale) & (softfloat.to_bits(scale) < np.uint32(1 << 31))
     return jnp.where(usable, scale, np.float32(1))
@@ -101,9 +102,11 @@ def dequantize(
       ``dtype[..., columns]``.
 
     Raises:
+      TypeError: ``q`` is no ``QuantizedTensor``, or ``dtype`` no dtype.
       ValueError: ``q`` is not a well-formed NVFP4 tensor.
     """
     blocks.check_packed(q, "nvfp4", BLOCK)
+    dtype = dtype_name("dtype", dtype)
     elements = e2m1.decode(unpack(q.data)).reshape(*q.scale.shape, BLOCK)
     values = elements * e4m3.decode(q.scale)[..., None]
     if apply_global_scale:
