@@ -99,6 +99,30 @@ def test_environment_leaves_everything_but_nvfp4_decode_alone(monkeypatch):
     assert make("nvfp4", implementation="fused").implementation == "fused"
 
 
+@pytest.mark.parametrize("device", [CPU, H200], ids=["cpu", "h200"])
+@pytest.mark.parametrize("split_decode", [True, False])
+def test_split_decode_that_has_no_say_is_said_to_have_none(device, split_decode):
+    made = make(device=device, num_tokens=65, split_decode=split_decode)
+    assert made.implementation == "dynamic"
+    assert "split_decode, which is set, is about decode launches alone" in made.explain()
+    assert "split_decode" not in make(device=device, num_tokens=65).explain()
+    unconcerned = make("w4a16", device=device, num_tokens=65, split_decode=split_decode)
+    assert "split_decode" not in unconcerned.explain()
+
+
+@pytest.mark.parametrize("implementation", ["fused", "split"])
+def test_a_decode_path_forced_for_many_tokens_says_how_it_runs(implementation):
+    text = make(device=H200, num_tokens=65, implementation=implementation).explain()
+    assert "65 tokens are more than the 64 that decode launches take, and dynamic is the" in text
+    assert f": {implementation} launches of 64 tokens follow one another, and each reads" in text
+    text = make(device=CPU, num_tokens=17, implementation=implementation).explain()
+    assert "17 tokens are more than the 16 that decode launches take, and dynamic is the" in text
+    assert "follow one another" not in text
+    for device, most in ((H200, 64), (CPU, 16)):
+        made = make(device=device, num_tokens=most, implementation=implementation)
+        assert "more than" not in made.explain().replace("of more than 7 tokens", "")
+
+
 def test_split_decode_argument_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("B12X_NVFP4_SPLIT_DECODE", "1")
     assert make("nvfp4", split_decode=False).implementation == "fused"

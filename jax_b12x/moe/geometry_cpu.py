@@ -7,6 +7,8 @@ from jax_b12x.moe.geometry import Geometry, Request
 # More tokens than this go to the dynamic path, where an expert meets enough of them to pay for
 # unpacking a tile of its weights.
 MAX_DECODE_TOKENS = 16
+# Whether a decode path that is forced for more tokens runs as several launches of so many.
+SPLITS_DECODE = False
 
 _ALIGNMENT = 64
 # The dynamic path works through the tokens in slabs whose results of the second product fit this.

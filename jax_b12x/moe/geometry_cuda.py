@@ -14,6 +14,8 @@ from jax_b12x.moe.geometry_sm90_measured import MEASURED
 MIN_RESIDENT_SMS = 16
 # More tokens than this go to the dynamic path: split launches of so many tokens, one after another.
 MAX_DECODE_TOKENS = 64
+# Whether a decode path that is forced for more tokens runs as several launches of so many.
+SPLITS_DECODE = True
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
 

@@ -128,11 +128,13 @@ def plan(
       dtype: of ``x``: float32, bfloat16 or float16.
       activation: the activation between the two products.
       weight_format: ``"nvfp4"`` or ``"mxfp4"``; the recipe's first one if not given.
-      implementation: forces a path; a path that cannot run raises, it is never replaced.
+      implementation: forces a path; a path that cannot run raises, it is never replaced. ``fused``
+        and ``split`` run more tokens than decode has as well, on CUDA 64 at a time.
       device: what to plan for; the process's default device if not given.
       split_decode: forces ``nvfp4`` decode to be split (true) or fused (false), as
         ``B12X_NVFP4_SPLIT_DECODE`` does, which is read if this is not given. Neither touches other
-        recipes, the dynamic path, or a forced ``implementation``.
+        recipes, a forced ``implementation``, or more tokens than decode has (64 on CUDA, 16 on a
+        CPU), which take the dynamic path; ``explain()`` says so.
 
     Returns:
       The plan; ``explain()`` prints it.

@@ -20,6 +20,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("fused", "split", "dynamic", "reference")
 # A resident grid of at most this many tokens lets auxiliary work finish before it is submitted.
 MAX_PRE_RESIDENT_TOKENS = 7
+_NO_SAY = (
+    "B12X_NVFP4_SPLIT_DECODE or split_decode, which is set, is about decode launches alone and has "
+    "no say here"
+)
 # A grid barrier's words have memory of this size to themselves.
 _BARRIER_BYTES = 256
 
@@ -73,14 +77,16 @@ def decide(
                 f"implementation is {implementation!r}; it must be one of "
                 f"{', '.join(map(repr, IMPLEMENTATIONS))} or None"
             )
-        why = "the caller forces it"
-        return _settle(request, implementation, (why,), forced_by="implementation")
+        reasons = ("the caller forces it", *_of_many_tokens(request, implementation))
+        return _settle(request, implementation, reasons, forced_by="implementation")
     if request.num_tokens > _platform(request).MAX_DECODE_TOKENS:
         reason = (
             f"{request.num_tokens} tokens are more than the "
             f"{_platform(request).MAX_DECODE_TOKENS} that decode launches take"
         )
-        return _settle(request, "dynamic", (reason,))
+        forced_in_vain = request.recipe.name == "nvfp4" and split_decode is not None
+        reasons = (reason, _NO_SAY) if forced_in_vain else (reason,)
+        return _settle(request, "dynamic", reasons)
     if request.recipe.name == "nvfp4" and split_decode is not None:
         forced: Implementation = "split" if split_decode else "fused"
         why = f"nvfp4 decode is forced to be {forced} (B12X_NVFP4_SPLIT_DECODE or split_decode)"
@@ -90,6 +96,23 @@ def decide(
         return _settle(request, "split", (f"not fused: {obstacle}",))
     return _settle(
         request, "fused", ("decode in one launch: the intermediate stays close and is read once",)
+    )
+
+
+def _of_many_tokens(request: Request, implementation: str) -> tuple[str, ...]:
+    """Returns what to know where a decode path is forced for more tokens than decode has."""
+    most = _platform(request).MAX_DECODE_TOKENS
+    if request.num_tokens <= most or implementation not in ("fused", "split"):
+        return ()
+    several = (
+        f": {implementation} launches of {most} tokens follow one another, and each reads the "
+        "experts that it touches"
+        if _platform(request).SPLITS_DECODE
+        else ""
+    )
+    return (
+        f"{request.num_tokens} tokens are more than the {most} that decode launches take, and "
+        f"dynamic is the path for them{several}",
     )
 
 
