@@ -41,7 +41,11 @@ def fused_moe(
         stable = jax.export.DisabledSafetyCheck.custom_call(jax_b12x.moe.TARGET)
         exported = jax.export.export(jax.jit(f), disabled_checks=[stable])(x)
 
-    The process that runs an exported program imports jax_b12x and calls ``jax_b12x.register()``.
+    Weights that are an argument of an exported function are a pytree, which has to be registered
+    before the program can be serialized. A function of ``jax.tree.leaves(weights)`` needs nothing
+    of the kind: see "Exporting" on the documentation's page about the layer. The process that runs
+    an exported program imports jax_b12x and calls ``jax_b12x.register()``.
+
     The op is inference-only: differentiating it is an error. Where it stands in a function that is
     differentiated for other reasons, put ``jax.lax.stop_gradient`` around its arguments. Shapes are
     static: ``jax.export`` with symbolic dimensions is refused.
