@@ -49,15 +49,21 @@ def moe(
     a, a_scale = _input(x, weights.w13_input_scale, contract)
 
     def add_expert(total: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
-        # Left alone: a scale of the layer, and a bias that is not there.
-        one = jax.tree.map(lambda leaf: leaf[expert] if leaf.ndim and leaf.size else leaf, weights)
-        y = _expert(a, a_scale, one, contract, activation, x.dtype)
-        # A route that is not taken may have any weight, NaN too, and its y may be NaN.
-        for k in range(topk_ids.shape[1]):
-            taken = topk_ids[:, k] == expert
-            product = topk_weights[:, k, None] * y
-            total = total.at[k].set(jnp.where(taken[:, None], product, total[k]))
-        return total, None
+        def add(total: jax.Array) -> jax.Array:
+            # Left alone: a scale of the layer, and a bias that is not there.
+            one = jax.tree.map(
+                lambda leaf: leaf[expert] if leaf.ndim and leaf.size else leaf, weights
+            )
+            y = _expert(a, a_scale, one, contract, activation, x.dtype)
+            # A route that is not taken may have any weight, NaN too, and its y may be NaN.
+            for k in range(topk_ids.shape[1]):
+                taken = topk_ids[:, k] == expert
+                product = topk_weights[:, k, None] * y
+                total = total.at[k].set(jnp.where(taken[:, None], product, total[k]))
+            return total
+
+        # An expert without routes adds nothing, and few tokens leave most of them without.
+        return jax.lax.cond(jnp.any(topk_ids == expert), add, lambda total: total, total), None
 
     # One slice a route, so that they are added in order.
     nothing = jnp.zeros((topk_ids.shape[1], *x.shape), jnp.float32)
