@@ -66,6 +66,7 @@ set(B12X_CUDA_SOURCES
     cuda/kernels/read_bandwidth.cu
     cuda/kernels/sm90_dense_mlp.cu
     cuda/kernels/sm90_moe_decode_fused.cu
+    cuda/kernels/sm90_moe_decode_one_token.cu
     cuda/kernels/sm90_moe_decode_split.cu
     cuda/kernels/sm90_router.cu
     cuda/launch/dense_mlp.cc

@@ -15,7 +15,11 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SOURCES = ("decode_kernels.cc", "simt.cc")
-KERNELS = ("sm90_moe_decode_fused.cu", "sm90_moe_decode_split.cu")
+KERNELS = (
+    "sm90_moe_decode_fused.cu",
+    "sm90_moe_decode_one_token.cu",
+    "sm90_moe_decode_split.cu",
+)
 # A GPU's headers, and what stands in for them.
 CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h")
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wno-attributes")

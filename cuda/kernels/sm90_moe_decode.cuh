@@ -30,6 +30,7 @@ enum class DecodePart { kBoth, kFc1, kFc2 };
 
 template <typename Recipe, DecodePart kPart>
 class MoeDecode : public DecodeOutput<Recipe> {
+ protected:
   using Base = DecodeOutput<Recipe>;
   using Base::lane;
   using Base::memory;
@@ -64,9 +65,11 @@ class MoeDecode : public DecodeOutput<Recipe> {
     const MoeDecodeShape& shape = p.plan.shape;
     const int row_tiles = kProduct == 1 ? shape.fc1_row_tiles : shape.fc2_row_tiles;
     const int run = kProduct == 1 ? kFc1Run : 1;
-    const UnitShare share = kProduct == 2 && owner
-                                ? UnitShare{0, 0, items, this->owned_tiles() * items, 1}
-                                : UnitShare::of_grid(items * row_tiles, row_tiles, run);
+    const Divisor& by_row_tiles = kProduct == 1 ? p.plan.by_fc1_row_tiles : p.plan.by_fc2_row_tiles;
+    const UnitShare share =
+        kProduct == 2 && owner
+            ? UnitShare{0, 0, this->owned_tiles() * items, 1, divisor_of(items)}
+            : UnitShare::of_grid(items * row_tiles, by_row_tiles, run, p.plan.by_grid);
     return {kProduct == 1 ? p.plan.fc1 : p.plan.fc2, row_tiles,
             kProduct == 1 ? shape.fc1_k_tiles : shape.fc2_k_tiles, share};
   }
@@ -81,13 +84,16 @@ class MoeDecode : public DecodeOutput<Recipe> {
     const bool one_token = p.num_tokens == 1;
     int id = -1;
     if (one_token && lane < p.top_k) id = p.topk_ids[lane];
-    if (lane == 0) ring.init();
-    __syncwarp();
+    ring.init(lane);
     const uint64_t policy = ptx::evict_first_policy();
-    // While the ids are on their way: where the work begins if all of them are routed.
-    constexpr int kFirst = kHasFc1 ? 1 : 2;
-    Product first = view_of<kFirst>(p.top_k);
-    UnitWalk unit = UnitWalk::of(first.share, first.shape.teams, lane);
+    if (kHasFc1 && kHasFc2) {
+      // Likewise the rows of y that go to other CTAs; this warp has nothing else to do yet.
+      if (!owner) {
+        ptx::mark_unwritten(p.y, p.num_tokens * p.top_k * p.plan.shape.fc2_row_tiles * 4,
+                            blockIdx.x * 32 + lane, gridDim.x * 32);
+      }
+      pass_sync_marked();
+    }
     if (one_token) {
       list_one_token(p, tables(), lane, id);
       __syncwarp();
@@ -95,15 +101,8 @@ class MoeDecode : public DecodeOutput<Recipe> {
     } else {
       sync_all();
     }
-    if (!one_token || items() != p.top_k) {
-      first.share = view_of<kFirst>().share;
-      unit = UnitWalk::of(first.share, first.shape.teams, lane);
-    }
-    request_units<kFirst>(first, unit, policy);
-    if constexpr (kHasFc1 && kHasFc2) {
-      const Product second = view_of<2>();
-      request_units<2>(second, UnitWalk::of(second.share, second.shape.teams, lane), policy);
-    }
+    if constexpr (kHasFc1) request_units<1>(view_of<1>(), policy);
+    if constexpr (kHasFc2) request_units<2>(view_of<2>(), policy);
   }
 
   // The multipliers: list the work.
@@ -124,11 +123,10 @@ class MoeDecode : public DecodeOutput<Recipe> {
     }
   }
 
-  // Product 1 is h = activation(x * w13), 2 is y = h * w2, for every row. `when_written`: of h,
-  // other CTAs are still writing what this one reads, after clear_intermediate().
+  // Product 1 is h = activation(x * w13), 2 is y = h * w2, for every row. In one launch with the
+  // first, the second one waits for this CTA's part of h, and reads the others' as it is written.
   template <int kProduct>
-  __device__ __forceinline__ void multiply(const Product& it, bool when_written = false) {
-    when_written_ = when_written;
+  __device__ __forceinline__ void multiply(const Product& it) {
     // Few chunks of activations stay in registers; more come anew for each unit.
     switch (it.shape.chunks) {
       case 1:
@@ -142,17 +140,13 @@ class MoeDecode : public DecodeOutput<Recipe> {
     }
   }
 
-  // The finishers: mark all of h as not written, this CTA's share of it. The others must know
-  // before they write or read it.
-  __device__ __forceinline__ void clear_intermediate() {
-    const int thread = threadIdx.x - 32 * (kRequester + 1);
-    const int all = p.num_tokens * p.top_k * p.plan.shape.fc2_k_tiles * (kTileRowBytes / 16);
-    constexpr uint32_t kNone = ptx::kUnwritten;
-#pragma unroll 1
-    for (int i = blockIdx.x * 32 * kMoeFinishWarps + thread; i < all;
-         i += gridDim.x * 32 * kMoeFinishWarps) {
-      static_cast<uint4*>(p.h)[i] = {kNone, kNone, kNone, kNone};
-    }
+  // The finishers: mark h as not written, this CTA's share of it. The others must know before they
+  // write or read any.
+  __device__ __forceinline__ void mark_intermediate() {
+    constexpr int kThreads = 32 * kMoeFinishWarps;
+    ptx::mark_unwritten(p.h, p.num_tokens * p.top_k * p.plan.shape.fc2_k_tiles * 16,
+                        blockIdx.x * kThreads + threadIdx.x - 32 * (kRequester + 1),
+                        gridDim.x * kThreads);
   }
 
   // The finishers: tell the multipliers that this CTA's part of h is written, and whether the grid
@@ -162,11 +156,8 @@ class MoeDecode : public DecodeOutput<Recipe> {
     sync_finishers();  // compute-sanitizer's racecheck takes no word for it from the next one alone
     sync_workers();
   }
-  // The multipliers: wait for that.
-  __device__ __forceinline__ bool first_is_finished() {
-    sync_workers();
-    return tables().control[kResident] != 0;
-  }
+  // Whether it is resident; the multipliers know after the second product.
+  __device__ __forceinline__ bool resident() const { return resident_; }
 
   // The finishers: bring near what is needed later and is little, and not behind many weights.
   __device__ __forceinline__ void begin_finishing() {
@@ -195,9 +186,10 @@ class MoeDecode : public DecodeOutput<Recipe> {
     // a team's sum number n - kMoeReduceStages before it waits for number n.
     constexpr int kWalkers = kMoeFinishWarps, kRun = kProduct == 1 ? kFc1Run : 1;
     static_assert(kWalkers * kRun <= kMoeReduceStages);
+    constexpr Divisor kByWalkers = DivisorOf(kWalkers);
     const int walker = warp - kRequester - 1;
     const TeamSums sums = this->sums(kProduct);
-    const int teams = it.shape.teams, limit = it.share.limit;
+    const int teams = it.shape.teams, limit = it.share.limit.by;
     auto output = [&] {
       if constexpr (kProduct == 1) {
         return IntermediateOutput<Recipe>(p, tables(), lane);
@@ -207,7 +199,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
     }();
     int team = walker, count = 0, major = it.share.major, minor = it.share.minor + walker * kRun;
 #pragma unroll 1
-    for (int left = it.share.units_of(kWalkers, walker); left > 0; left -= kRun) {
+    for (int left = it.share.units_of(kByWalkers, walker); left > 0; left -= kRun) {
 #pragma unroll 1
       for (; team >= teams; team -= teams) count += kRun;
 #pragma unroll 1
@@ -236,7 +228,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
     sync_multipliers();
   }
 
- private:
+ protected:
   static constexpr int kRequester = kMoeDecodeWarps;  // the warps after it finish
   static constexpr int kResident = 20;                // word of the tables' control
 
@@ -245,36 +237,38 @@ class MoeDecode : public DecodeOutput<Recipe> {
     return TeamSums(base + p.plan.shared.reduce, product);
   }
 
-  // Requests a product's weights: each lane its team's. Run by one warp.
+  template <int kProduct>
+  __device__ __forceinline__ int item_at(const UnitWalk& unit) const {
+    return kProduct == 2 && owner ? unit.minor : unit.major;
+  }
+  // A step's weights, for request_units(); `expert` is that of this lane's unit.
+  template <int kProduct>
+  __device__ __forceinline__ UnitRequest request_of(const Product& it, const UnitWalk& unit,
+                                                    int expert) const {
+    const bool mine = lane < it.shape.teams && unit.index < it.share.units;
+    const uint32_t teams = __popc(__ballot_sync(0xFFFFFFFFu, mine));
+    if (teams == 0) return {nullptr, 0, 0};
+    const int row_tile = kProduct == 2 && owner ? this->owned_row_tile(unit.major) : unit.minor;
+    const uint32_t row = expert * it.row_tiles + row_tile;
+    const uint8_t* weights = kProduct == 1 ? p.w13 : p.w2;
+    const uint8_t* source = weights + static_cast<uint64_t>(row) * (it.k_tiles * kTileBytes);
+    return {mine ? source : nullptr, teams, it.k_tiles};
+  }
+  // Requests a product's weights. Run by one warp.
+  template <int kProduct>
+  __device__ __forceinline__ void request_units(const Product& it, uint64_t policy) {
+    request_units<kProduct>(it, UnitWalk::of(it.share, it.shape.teams, lane), policy);
+  }
+  // Those of `unit` and after it.
   template <int kProduct>
   __device__ __forceinline__ void request_units(const Product& it, UnitWalk unit, uint64_t policy) {
-    const int split = it.shape.split, units = it.share.units;
-    const uint8_t* weights = kProduct == 1 ? p.w13 : p.w2;
     while (true) {
-      const bool mine = lane < it.shape.teams && unit.index < units;
-      const uint32_t teams = __popc(__ballot_sync(0xFFFFFFFFu, mine));
-      if (teams == 0) return;
-      const uint8_t* source = nullptr;
-      if (mine) {
-        const bool owned = kProduct == 2 && owner;
-        const int expert = WorkItem::unpack(tables().items[owned ? unit.minor : unit.major]).expert;
-        const int row_tile = owned ? this->owned_row_tile(unit.major) : unit.minor;
-        const uint32_t row = expert * it.row_tiles + row_tile;
-        source = weights + static_cast<uint64_t>(row) * (it.k_tiles * kTileBytes);
-      }
-#pragma unroll 1
-      for (int left = it.k_tiles; left > 0; left -= split) {
-        const uint32_t bytes = min(left, split) * kTileBytes;
-        if (lane == 0) {
-          ring.open(teams * bytes);
-        } else if (kMoeLanesAtBarriers > 1) {
-          ring.wait_for_room();
-        }
-        __syncwarp();
-        if (mine) ring.request(lane * split * kTileBytes, source, bytes, policy);
-        source += bytes;
-        ring.advance();
-      }
+      const bool mine = lane < it.shape.teams && unit.index < it.share.units;
+      const int expert =
+          mine ? WorkItem::unpack(tables().items[item_at<kProduct>(unit)]).expert : 0;
+      UnitRequest request = request_of<kProduct>(it, unit, expert);
+      if (request.teams == 0) return;
+      request.all_chunks(ring, it.shape.split, lane, policy);
       unit.next();
     }
   }
@@ -309,8 +303,8 @@ class MoeDecode : public DecodeOutput<Recipe> {
     TeamSumWriter sums(this->sums(kProduct), team, warp, lane);
 
     // Every warp goes through the stages of all steps; this warp's team has the units of the first.
-    const int steps = it.share.units_of(it.shape.teams, 0);
-    const int mine = it.shape.idle >> warp & 1 ? 0 : it.share.units_of(it.shape.teams, team);
+    const int steps = it.share.units_of(it.shape.by_teams, 0);
+    const int mine = it.shape.idle >> warp & 1 ? 0 : it.share.units_of(it.shape.by_teams, team);
     int count = 0;
 #pragma unroll 1
     while (count < mine) {
@@ -319,10 +313,12 @@ class MoeDecode : public DecodeOutput<Recipe> {
       // Units of the same activations.
       int end = mine;
       if (kProduct == 2 || p.num_tokens > 1) {
-        const int runs = kProduct == 2 && owner ? 1 : unit.runs_of_major(it.share, it.shape.teams);
+        const int runs =
+            kProduct == 2 && owner ? 1 : unit.runs_of_major(it.share, it.shape.by_teams);
         end = min(mine, count + runs * it.share.run);
       }
       const Activations from{rows, row_bytes, columns};
+      if (kProduct == 2 && kHasFc1 && count == 0) see_first_is_finished();
       if (item.rows == 1) {
         multiply_run<kProduct, kChunks, true>(it, item, from, end - count, last_exists, sums);
       } else {
@@ -330,8 +326,14 @@ class MoeDecode : public DecodeOutput<Recipe> {
       }
       count = end;
     }
+    if (kProduct == 2 && kHasFc1 && mine == 0) see_first_is_finished();
 #pragma unroll 1
     for (int left = (steps - mine) * it.shape.chunks; left > 0; --left) skip();
+  }
+
+  __device__ __forceinline__ void see_first_is_finished() {
+    sync_workers();
+    resident_ = tables().control[kResident] != 0;
   }
 
   // Where this lane's activations are: its columns of a row's first tile of this warp, and how many
@@ -449,7 +451,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
           for (int j = 0; j < kSteps; ++j) most = ptx::most_of(most, v[k][j]);
         }
       }
-    } while (kProduct == 2 && kHasFc1 && when_written_ && ptx::has_unwritten_half(most));
+    } while (kProduct == 2 && kHasFc1 && resident_ && ptx::has_unwritten_half(most));
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       if constexpr (kOneToken) {
@@ -472,7 +474,7 @@ class MoeDecode : public DecodeOutput<Recipe> {
   const int warp;
   const uint32_t base;
   WeightRing ring;
-  bool when_written_ = false;
+  bool resident_ = false;
 };
 
 }  // namespace b12x

@@ -1,6 +1,7 @@
 // Fused MoE decode: one cooperative launch. The second product reads the first one's results as
-// they are written by other CTAs; a grid barrier at the beginning, which nobody has to wait for
-// long, says that all of them are running and that what lay in their place before is gone.
+// they are written by other CTAs, and the sum over top-k the second one's; a grid barrier at the
+// beginning, which nobody has to wait for long, says that all CTAs are running and that what lay in
+// the place of those results before is gone.
 #include "cuda/kernels/sm90_moe_decode.cuh"
 #include "cuda/kernels/sm90_moe_decode_kernels.h"
 #include "cuda/moe/grid_barrier.cuh"
@@ -10,19 +11,6 @@ namespace {
 
 // Of the threads of a CTA, the one that meets the other CTAs.
 constexpr int kMeeting = kMoeDecodeLaunchThreads - 32;
-
-// Every CTA waits for every other; false when they are not all on the GPU. The weights go on coming
-// meanwhile: their warp takes no part. The finishers come with the barrier, the multipliers
-// without.
-__device__ __forceinline__ bool sync_grid(GridBarrier* barrier = nullptr) {
-  sync_workers();
-  bool arrived = true;
-  if (barrier != nullptr && threadIdx.x == kMeeting) {
-    barrier->arrive();
-    arrived = barrier->wait();
-  }
-  return all_workers(arrived);
-}
 
 template <typename Recipe>
 __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
@@ -38,9 +26,9 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     decode.template multiply<1>(decode.template view_of<1>());
     const auto second = decode.template view_of<2>();
     // The second product's sums take the place of the first one's.
-    decode.template multiply<2>(second, decode.first_is_finished());
+    decode.template multiply<2>(second);
     if (sum_over_grid) {
-      decode.finish_expert(sync_grid());
+      decode.template finish_expert<true>(decode.resident());
     } else {
       sync_workers();
     }
@@ -50,13 +38,13 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     constexpr int kFirst = kMoeDecodeLaunchThreads - 32 * kMoeFinishWarps;
     const bool meets = threadIdx.x == kMeeting;
     if (meets) barrier.begin(params.barrier);
-    decode.clear_intermediate();
+    decode.mark_intermediate();
     if (share_input) {
       // Meanwhile the multipliers list the work.
       pass_sync_all();
       quantize_input_share<32 * kMoeFinishWarps>(params, threadIdx.x - kFirst);
     }
-    sync_finishers();
+    sync_marked();
     if (meets) barrier.arrive();
     if (!share_input) decode.begin_finishing();
     const bool resident = all_finishers(!meets || barrier.wait());
@@ -67,17 +55,13 @@ __global__ void __launch_bounds__(kMoeDecodeLaunchThreads, 1)
     decode.template finish<1>(decode.template view_of<1>());
     decode.say_first_is_finished(resident);
     decode.template finish<2>(decode.template view_of<2>());
-    if (sum_over_grid) {
-      sync_grid(&barrier);
-    } else {
-      decode.finish_owner(resident);
-    }
+    if (!sum_over_grid) decode.finish_owner(resident);
   }
 }
 
 }  // namespace
 
-MoeDecodeKernel fused_kernel(DecodeRecipeId recipe) {
+MoeDecodeKernel any_number_kernel(DecodeRecipeId recipe) {
   switch (recipe) {
     case DecodeRecipeId::kW4A16Bf16:
       return sm90_moe_decode_fused<W4A16Bf16>;

@@ -16,7 +16,14 @@ struct SplitKernels {
   MoeDecodeKernel sum = nullptr;  // only after Fc2Order::kExpert
 };
 
-MoeDecodeKernel fused_kernel(DecodeRecipeId recipe);
+// Of a fused launch: one kernel for any number of tokens, and one for the launches of a single
+// token that plan.one_token names. They give the same bits.
+MoeDecodeKernel any_number_kernel(DecodeRecipeId recipe);
+MoeDecodeKernel one_token_kernel(DecodeRecipeId recipe);
+inline MoeDecodeKernel fused_kernel(DecodeRecipeId recipe, const MoeDecodePlan& plan) {
+  return plan.one_token ? one_token_kernel(recipe) : any_number_kernel(recipe);
+}
+
 SplitKernels split_kernels(DecodeRecipeId recipe);
 
 }  // namespace b12x

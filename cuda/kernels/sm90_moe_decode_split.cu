@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kMoeDecodeThreads, 1)
   MoeDecode<Recipe, DecodePart::kFc2> decode(params, shared);
   decode.begin_finish();
   ptx::wait_for_prior_kernel();
-  decode.finish_expert();
+  decode.template finish_expert<false>();
 }
 
 template <typename Recipe>

@@ -63,7 +63,7 @@ cudaError_t launch_kernel(MoeDecodeKernel kernel, const MoeDecodeParams& params,
 cudaError_t launch_group(const MoeDecodeParams& params, DecodeRecipeId recipe, DecodeLaunch launch,
                          int shared_bytes, cudaStream_t stream, DecodeResidency residency) {
   if (launch == DecodeLaunch::kFused) {
-    return launch_kernel(fused_kernel(recipe), params, shared_bytes, stream,
+    return launch_kernel(fused_kernel(recipe, params.plan), params, shared_bytes, stream,
                          residency == DecodeResidency::kCooperative ? cudaLaunchAttributeCooperative
                                                                     : cudaLaunchAttributeIgnore);
   }

@@ -10,6 +10,7 @@
 #include "cuda/moe/weight_stream.cuh"
 #include "cuda/moe/work_list.cuh"
 #include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/self_flag.cuh"
 
 namespace b12x {
 
@@ -27,48 +28,61 @@ class DecodeOutput {
   __device__ __forceinline__ void finish_owner(bool valid = true) {
     sync_workers();  // y of all finishers, and the multipliers' list of rows
     const int thread = threadIdx.x - (kMoeDecodeLaunchThreads - 32 * kMoeFinishWarps);
-    const WorkTables t = tables();
-    const int column = thread & 15;
 #pragma unroll 1
     for (int tile = 0; tile < owned_tiles(); ++tile) {
-      const float* y = y_rows() + tile * p.num_tokens * p.top_k * 16 + column;
-      const int row = (owned_row_tile(tile)) * 16 + column;
 #pragma unroll 1
       for (int token = thread >> 4; token < p.num_tokens; token += 2 * kMoeFinishWarps) {
-        float total = 0.0f;
-#pragma unroll 4
-        for (int s = 0; s < p.top_k; ++s) {
-          const uint32_t y_row = t.pair_row[token * p.top_k + s];
-          const bool routed = y_row != kNoRow;
-          const float value = routed ? y[y_row * 16] : 0.0f;
-          const float weight = t.pair_weight[token * p.top_k + s];
-          if (routed) total = __fmaf_rn(weight, value, total);
-        }
-        if (row < p.hidden) store_out(token, row, valid ? total : __uint_as_float(kNanBits));
+        write_owned(tile, token, thread & 15, valid);
       }
     }
   }
 
-  // Likewise, by the multiplying warps.
+  // Likewise, by the multiplying warps, of rows that all CTAs write; `kAsTheyCome`: that they still
+  // write, where they lie marked as not written.
+  template <bool kAsTheyCome>
   __device__ __forceinline__ void finish_expert(bool valid = true) {
     const WorkTables t = tables();
     const int columns = p.plan.shape.fc2_row_tiles * 16;
     const int quads = p.hidden / 4;
+    // A warp of every CTA before a second one of any: what they read comes from L2.
+    const int warp = threadIdx.x >> 5;
 #pragma unroll 1
-    for (int i = blockIdx.x * kMoeDecodeThreads + threadIdx.x; i < p.num_tokens * quads;
+    for (int i = (warp * gridDim.x + blockIdx.x) * 32 + lane; i < p.num_tokens * quads;
          i += gridDim.x * kMoeDecodeThreads) {
-      const int token = i / quads, column = (i - token * quads) * 4;
+      const int token = divide(i, quads), column = (i - token * quads) * 4;
       float total[4] = {};
-#pragma unroll 2
-      for (int s = 0; s < p.top_k; ++s) {
-        const uint32_t y_row = t.pair_row[token * p.top_k + s];
-        if (y_row == kNoRow) continue;
-        const float weight = t.pair_weight[token * p.top_k + s];
-        const uint4 y = ptx::load_16(p.y + static_cast<int64_t>(y_row) * columns + column);
-        total[0] = __fmaf_rn(weight, __uint_as_float(y.x), total[0]);
-        total[1] = __fmaf_rn(weight, __uint_as_float(y.y), total[1]);
-        total[2] = __fmaf_rn(weight, __uint_as_float(y.z), total[2]);
-        total[3] = __fmaf_rn(weight, __uint_as_float(y.w), total[3]);
+#pragma unroll 1
+      for (int first = 0; first < p.top_k; first += kAtATime) {
+        uint32_t row[kAtATime];
+#pragma unroll
+        for (int k = 0; k < kAtATime; ++k) {
+          row[k] = first + k < p.top_k ? t.pair_row[token * p.top_k + first + k] : kNoRow;
+        }
+        uint4 y[kAtATime];
+        auto are_written = [&] {
+#pragma unroll
+          for (int k = 0; k < kAtATime; ++k) {
+            y[k] = uint4{0, 0, 0, 0};
+            if (row[k] == kNoRow) continue;
+            const float* from = p.y + static_cast<int64_t>(row[k]) * columns + column;
+            y[k] = kAsTheyCome ? ptx::load_16_as_it_is(from) : ptx::load_16(from);
+          }
+          uint32_t most = 0;
+#pragma unroll
+          for (int k = 0; k < kAtATime; ++k) most = ptx::most_of_words(most, y[k]);
+          return most != ptx::kUnwritten;
+        };
+        while (!are_written() && kAsTheyCome && valid) {
+        }
+#pragma unroll
+        for (int k = 0; k < kAtATime; ++k) {
+          if (row[k] == kNoRow) continue;
+          const float weight = t.pair_weight[token * p.top_k + first + k];
+          total[0] = __fmaf_rn(weight, __uint_as_float(y[k].x), total[0]);
+          total[1] = __fmaf_rn(weight, __uint_as_float(y[k].y), total[1]);
+          total[2] = __fmaf_rn(weight, __uint_as_float(y[k].z), total[2]);
+          total[3] = __fmaf_rn(weight, __uint_as_float(y[k].w), total[3]);
+        }
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
@@ -79,6 +93,23 @@ class DecodeOutput {
 
  protected:
   using Math = typename Recipe::Math;
+
+  // One number of the output, of a row tile that this CTA owns.
+  __device__ __forceinline__ void write_owned(int tile, int token, int column, bool valid) {
+    const WorkTables t = tables();
+    const float* y = y_rows() + tile * p.num_tokens * p.top_k * 16 + column;
+    const int row = owned_row_tile(tile) * 16 + column;
+    float total = 0.0f;
+#pragma unroll 4
+    for (int s = 0; s < p.top_k; ++s) {
+      const uint32_t y_row = t.pair_row[token * p.top_k + s];
+      const bool routed = y_row != kNoRow;
+      const float value = routed ? y[y_row * 16] : 0.0f;
+      const float weight = t.pair_weight[token * p.top_k + s];
+      if (routed) total = __fmaf_rn(weight, value, total);
+    }
+    if (row < p.hidden) store_out(token, row, valid ? total : __uint_as_float(kNanBits));
+  }
 
   __device__ __forceinline__ WorkTables tables() const {
     const MoeDecodeSharedLayout& s = p.plan.shared;
@@ -130,6 +161,7 @@ class DecodeOutput {
   }
 
   static constexpr uint32_t kNanBits = 0x7FFFFFFF;
+  static constexpr int kAtATime = 8;  // rows that a thread reads
 
   const MoeDecodeParams& p;
   char* const memory;

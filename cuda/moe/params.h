@@ -68,6 +68,16 @@ struct MoeDecodeShape {
 #define B12X_HOST_DEVICE
 #endif
 
+// A number that is divided by often; cuda/moe/divide.cuh.
+struct Divisor {
+  uint32_t by;
+  uint32_t reciprocal;  // 2^32 / by, rounded down; 2^32 - 1 of 1
+};
+
+B12X_HOST_DEVICE constexpr Divisor DivisorOf(uint32_t by) {
+  return {by, static_cast<uint32_t>(by == 1 ? 0xFFFFFFFFu : (uint64_t{1} << 32) / by)};
+}
+
 B12X_HOST_DEVICE inline int32_t CeilDiv(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
 B12X_HOST_DEVICE inline MoeDecodeShape ShapeOf(int32_t hidden, int32_t intermediate) {
@@ -119,8 +129,9 @@ inline MoeDecodeSharedLayout SharedLayoutOf(int32_t num_tokens, int32_t top_k, i
 // How the warps of a CTA form teams: the warps of a team share a row tile, and take its tiles along
 // the reduction axis in turns. The tiles that all warps take at a time are one stage of the ring.
 struct TeamShape {
-  int32_t split;     // warps a team
-  int32_t teams;     // of a CTA
+  int32_t split;  // warps a team
+  int32_t teams;  // of a CTA
+  Divisor by_teams;
   int32_t chunks;    // tiles a warp and row tile; the last one may not exist for all
   int32_t size;      // warps of a team that have tiles at all
   uint32_t idle;     // a bit for each warp that has no team, or no tiles
@@ -133,17 +144,20 @@ struct TeamShape {
 struct MoeDecodePlan {
   MoeDecodeShape shape;
   TeamShape fc1, fc2;
+  Divisor by_top_k, by_grid, by_fc1_row_tiles, by_fc2_row_tiles;
   uint32_t ring_bytes;  // of all stages
   MoeDecodeSharedLayout shared;
   bool
       input_in_shared;  // nvfp4: every CTA quantizes x for itself, rather than all of them together
   int32_t owned_tiles;  // kOwner: row tiles that every CTA has ...
   int32_t owned_remainder;  // ... and how many CTAs have one more
+  bool one_token;           // fused: the kernel for a single token runs it
 };
 
 inline TeamShape TeamShapeOf(int32_t k_tiles, int32_t split) {
   TeamShape shape{split,
                   kMoeDecodeWarps / split,
+                  DivisorOf(kMoeDecodeWarps / split),
                   CeilDiv(k_tiles, split),
                   split < k_tiles ? split : k_tiles,
                   0,
@@ -167,12 +181,21 @@ inline MoeDecodePlan PlanOf(int32_t num_tokens, int32_t top_k, int32_t hidden, i
   plan.shape = ShapeOf(hidden, intermediate);
   plan.fc1 = TeamShapeOf(plan.shape.fc1_k_tiles, geometry.fc1_split);
   plan.fc2 = TeamShapeOf(plan.shape.fc2_k_tiles, geometry.fc2_split);
+  plan.by_top_k = DivisorOf(top_k);
+  plan.by_grid = DivisorOf(geometry.grid);
+  plan.by_fc1_row_tiles = DivisorOf(plan.shape.fc1_row_tiles);
+  plan.by_fc2_row_tiles = DivisorOf(plan.shape.fc2_row_tiles);
   plan.ring_bytes = static_cast<uint32_t>(geometry.stages * kMoeStageBytes);
   plan.input_in_shared = quantized && num_tokens <= kMoeSharedInputTokens;
   plan.shared =
       SharedLayoutOf(num_tokens, top_k, hidden, intermediate, plan.input_in_shared, geometry);
   plan.owned_tiles = plan.shape.fc2_row_tiles / geometry.grid;
   plan.owned_remainder = plan.shape.fc2_row_tiles % geometry.grid;
+  // It keeps all activations of a warp in registers, and all sums of the second product.
+  const int32_t fc2_units = CeilDiv(plan.shape.fc2_row_tiles, geometry.grid) * top_k;
+  plan.one_token = num_tokens == 1 && geometry.fc2_order == Fc2Order::kOwner &&
+                   plan.fc1.chunks <= 3 && plan.fc2.chunks <= 3 &&
+                   CeilDiv(fc2_units, plan.fc2.teams) <= kMoeReduceStages;
   return plan;
 }
 

@@ -26,21 +26,23 @@ static_assert(kTileBytes == kMoeTileBytes);
 // row tile); in the second one of Fc2Order::kOwner it is (owned row tile, item). Runs of one or two
 // neighbouring units go to one team.
 struct UnitShare {
-  int32_t major, minor, limit, units, run;
+  int32_t major, minor, units, run;
+  Divisor limit;
 
   // This CTA's contiguous share of `all` units, in whole runs.
-  static __device__ __forceinline__ UnitShare of_grid(uint32_t all, uint32_t limit, uint32_t run) {
+  static __device__ __forceinline__ UnitShare of_grid(uint32_t all, const Divisor& limit,
+                                                      uint32_t run, const Divisor& grid) {
     const uint32_t runs = all / run;
-    const uint32_t share = divide(runs, gridDim.x), rest = runs - share * gridDim.x;
+    const uint32_t share = divide(runs, grid), rest = runs - share * grid.by;
     const uint32_t begin = (blockIdx.x * share + min(blockIdx.x, rest)) * run;
     const uint32_t major = divide(begin, limit);
-    return {static_cast<int32_t>(major), static_cast<int32_t>(begin - major * limit),
-            static_cast<int32_t>(limit), static_cast<int32_t>((share + (blockIdx.x < rest)) * run),
-            static_cast<int32_t>(run)};
+    return {static_cast<int32_t>(major), static_cast<int32_t>(begin - major * limit.by),
+            static_cast<int32_t>((share + (blockIdx.x < rest)) * run), static_cast<int32_t>(run),
+            limit};
   }
 
   // How many of them go to one of several walkers.
-  __device__ __forceinline__ int units_of(int walkers, int walker) const {
+  __device__ __forceinline__ int units_of(const Divisor& walkers, int walker) const {
     const int runs = units / run;
     return walker < runs ? (divide(runs - 1 - walker, walkers) + 1) * run : 0;
   }
@@ -52,14 +54,16 @@ struct UnitRun {
 
   static __device__ __forceinline__ UnitRun of(const UnitShare& share, int walkers, int walker,
                                                int count) {
-    const int minor = share.minor + count * walkers + walker * share.run;
-    const int carry = divide(minor, share.limit);
-    return {share.major + carry, minor - carry * share.limit};
+    const uint32_t minor = share.minor + count * walkers + walker * share.run;
+    const uint32_t carry = divide(minor, share.limit);
+    return {static_cast<int32_t>(share.major + carry),
+            static_cast<int32_t>(minor - carry * share.limit.by)};
   }
 
   // How many of the walker's runs, from this one on, have this major.
-  __device__ __forceinline__ int runs_of_major(const UnitShare& share, int walkers) const {
-    return divide(share.limit - 1 - minor, walkers * share.run) + 1;
+  __device__ __forceinline__ int runs_of_major(const UnitShare& share,
+                                               const Divisor& walkers) const {
+    return divide((share.limit.by - 1 - minor) / share.run, walkers) + 1;
   }
 };
 
@@ -72,8 +76,12 @@ struct UnitWalk {
 
   static __device__ __forceinline__ UnitWalk of(const UnitShare& share, int walkers, int walker) {
     if (share.units == 0) return {0, 0, 0, 1, 1, 1};
-    UnitWalk walk{share.major, share.minor + walker * share.run, walker * share.run,
-                  share.limit, (walkers - 1) * share.run + 1,    share.run};
+    UnitWalk walk{share.major,
+                  share.minor + walker * share.run,
+                  walker * share.run,
+                  static_cast<int32_t>(share.limit.by),
+                  (walkers - 1) * share.run + 1,
+                  share.run};
     walk.carry();
     return walk;
   }
@@ -104,14 +112,15 @@ class WeightRing {
   __device__ __forceinline__ WeightRing(uint32_t ring, uint32_t bytes)
       : begin_(ring), end_(ring + bytes), stage_(ring) {}
 
-  // Sets up the barriers; run by one thread.
-  __device__ __forceinline__ void init() const {
-#pragma unroll 1
-    for (uint32_t stage = begin_; stage != end_; stage += kMoeStageBytes) {
+  // Sets up the barriers; run by one warp.
+  __device__ __forceinline__ void init(int lane) const {
+    const uint32_t stage = begin_ + lane * kMoeStageBytes;
+    if (stage < end_) {
       ptx::mbarrier_init(stage + kFull, 1);
       ptx::mbarrier_init(stage + kEmpty, kMoeDecodeWarps * kMoeLanesAtBarriers);
+      ptx::fence_mbarrier_init();
     }
-    ptx::fence_mbarrier_init();
+    __syncwarp();
   }
 
   // Waits for the stage at hand, and says where it is.
@@ -157,6 +166,35 @@ class WeightRing {
   const uint32_t begin_, end_;
   uint32_t stage_;
   uint32_t parity_ = 0;
+};
+
+// The weights of a step, by one warp: a lane for each team, and its unit chunk by chunk.
+struct UnitRequest {
+  const uint8_t* source;  // what comes next of this lane's unit, if it has one
+  uint32_t teams;         // how many have one
+  int left;               // tiles of each
+
+  // `split`: how many tiles of a unit are a chunk.
+  __device__ __forceinline__ void chunk(WeightRing& ring, int split, int lane, uint64_t policy) {
+    const uint32_t bytes = min(left, split) * kTileBytes;
+    if (lane == 0) {
+      ring.open(teams * bytes);
+    } else if (kMoeLanesAtBarriers > 1) {
+      ring.wait_for_room();
+    }
+    __syncwarp();
+    if (source != nullptr) {
+      ring.request(lane * split * kTileBytes, source, bytes, policy);
+      source += bytes;
+    }
+    ring.advance();
+    left -= split;
+  }
+  __device__ __forceinline__ void all_chunks(WeightRing& ring, int split, int lane,
+                                             uint64_t policy) {
+#pragma unroll 1
+    while (left > 0) chunk(ring, split, lane, policy);
+  }
 };
 
 }  // namespace b12x

@@ -52,11 +52,13 @@ __device__ __forceinline__ void sync_all() { ptx::named_sync<2, kMoeDecodeLaunch
 // Counts as having come to sync_all(), without waiting.
 __device__ __forceinline__ void pass_sync_all() { ptx::named_arrive<2, kMoeDecodeLaunchThreads>(); }
 __device__ __forceinline__ void sync_workers() { ptx::named_sync<3, kMoeWorkerThreads>(); }
-// True when all of their threads say so.
-__device__ __forceinline__ bool all_workers(bool value) {
-  return ptx::named_all<3, kMoeWorkerThreads>(value);
+// Those that finish, once the one that requests has passed.
+__device__ __forceinline__ void sync_marked() { ptx::named_sync<5, 32 * kMoeFinishWarps + 32>(); }
+__device__ __forceinline__ void pass_sync_marked() {
+  ptx::named_arrive<5, 32 * kMoeFinishWarps + 32>();
 }
 __device__ __forceinline__ void sync_finishers() { ptx::named_sync<4, 32 * kMoeFinishWarps>(); }
+// True when all of their threads say so.
 __device__ __forceinline__ bool all_finishers(bool value) {
   return ptx::named_all<4, 32 * kMoeFinishWarps>(value);
 }
@@ -96,14 +98,18 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p, const
     const int pair = thread + i * kMoeDecodeThreads;
     ids[i] = pair < pairs ? p.topk_ids[pair] : -1;
   }
+  int tokens[kPairsPerThread];
+#pragma unroll
+  for (int i = 0; i < kPairsPerThread; ++i) {
+    tokens[i] = divide(thread + i * kMoeDecodeThreads, p.plan.by_top_k);
+  }
 #pragma unroll 1
   for (int e = thread; e < p.num_experts; e += kMoeDecodeThreads) low[e] = high[e] = 0;
   sync_multipliers();
 #pragma unroll
   for (int i = 0; i < kPairsPerThread; ++i) {
     if (ids[i] >= 0 && ids[i] < p.num_experts) {
-      const int token = divide(thread + i * kMoeDecodeThreads, p.top_k);
-      atomicOr((token < 32 ? low : high) + ids[i], 1u << (token & 31));
+      atomicOr((tokens[i] < 32 ? low : high) + ids[i], 1u << (tokens[i] & 31));
     }
   }
   sync_multipliers();
@@ -126,8 +132,9 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p, const
   if (lane == 31) tables.control[1 + warp] = inclusive;
   sync_multipliers();
   uint32_t before = inclusive - total, everything = 0;
-#pragma unroll
-  for (int w = 0; w < kMoeDecodeWarps; ++w) {
+  const int counting = (p.num_experts - 1) / (32 * kExpertsPerThread) + 1;  // warps with experts
+#pragma unroll 2
+  for (int w = 0; w < counting; ++w) {
     const uint32_t sum = tables.control[1 + w];
     if (w < warp) before += sum;
     everything += sum;
@@ -154,7 +161,7 @@ __device__ __forceinline__ void list_many_tokens(const MoeDecodeParams& p, const
     if (pair >= pairs) continue;
     uint32_t row = kNoRow;
     if (ids[i] >= 0 && ids[i] < p.num_experts) {
-      const int token = divide(pair, p.top_k);
+      const int token = tokens[i];
       const uint32_t below = (1u << (token & 31)) - 1;
       row = base[ids[i]] + (token < 32 ? __popc(low[ids[i]] & below)
                                        : __popc(low[ids[i]]) + __popc(high[ids[i]] & below));

@@ -10,8 +10,7 @@ export PYTHONPATH=$PWD XLA_PYTHON_CLIENT_PREALLOCATE=false
 
 nvcc -O3 -std=c++17 -I. --expt-relaxed-constexpr -cudart=static \
   -gencode=arch=compute_90a,code=sm_90a -o "$out/moe_decode_chain" tests/gpu/moe_decode_chain.cu \
-  cuda/kernels/sm90_moe_decode_fused.cu cuda/kernels/sm90_moe_decode_split.cu \
-  cuda/launch/moe_decode.cc &&
+  cuda/kernels/sm90_moe_decode_{fused,one_token,split}.cu cuda/launch/moe_decode.cc &&
   timeout 60 "$out/moe_decode_chain" 2>&1 | tee "$out/moe-chain.txt"
 timeout 90 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_moe_cuda.py 2>&1 |
   tee "$out/moe-tests.txt"

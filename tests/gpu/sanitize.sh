@@ -19,8 +19,7 @@ racecheck() {
   local kernels=../../cuda/kernels
   nvcc -O3 -std=c++17 -lineinfo -I../.. --expt-relaxed-constexpr -cudart=static -DB12X_RACECHECK \
     -gencode=arch=compute_90a,code=sm_90a -o "$logs/decode_chain" moe_decode_chain.cu \
-    $kernels/sm90_moe_decode_fused.cu $kernels/sm90_moe_decode_split.cu \
-    ../../cuda/launch/moe_decode.cc || return
+    $kernels/sm90_moe_decode_{fused,one_token,split}.cu ../../cuda/launch/moe_decode.cc || return
   sanitize racecheck "$logs/decode_chain" check
 }
 

@@ -70,12 +70,16 @@ inline uint32_t __ballot_sync(uint32_t /*mask*/, int predicate) {
   }
   return bits;
 }
+inline bool __all_sync(uint32_t mask, int predicate) {
+  return __ballot_sync(mask, predicate) == 0xFFFFFFFFu;
+}
 inline uint32_t atomicOr(uint32_t* at, uint32_t bits) {
   const uint32_t before = *at;
   *at |= bits;
   return before;
 }
 
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t{a} * b >> 32; }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
   return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> by);

@@ -64,6 +64,14 @@ inline uint4 load_16(const void* address) {
   return v;
 }
 inline constexpr uint32_t kUnwritten = 0xFFFFFFFFu;
+inline void mark_unwritten(void* memory, int units, int thread, int step) {
+  for (int i = thread; i < units; i += step) {
+    static_cast<uint4*>(memory)[i] = {kUnwritten, kUnwritten, kUnwritten, kUnwritten};
+  }
+}
+inline uint32_t most_of_words(uint32_t most, uint4 v) {
+  return std::max({most, v.x, v.y, v.z, v.w});
+}
 inline uint32_t most_of(uint32_t most, uint4 v) {
   for (uint32_t word : {v.x, v.y, v.z, v.w}) {
     most = std::max(most & 0xFFFF0000, word & 0xFFFF0000) | std::max(most & 0xFFFF, word & 0xFFFF);
