@@ -8,7 +8,7 @@ python=${1:-python3}
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 export XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform
-declare -A jobs=()
+declare -A jobs=() statuses=()
 
 sanitize() {  # tool, command ...
   # Looking up functions that a driver does not have is no error of a kernel.
@@ -23,20 +23,31 @@ racecheck() {
   sanitize racecheck "$logs/decode_chain" check
 }
 
-for group in $("$python" sanitize_cases.py); do
-  sanitize memcheck "$python" sanitize_cases.py "$group" >"$logs/memcheck $group" 2>&1 &
-  jobs["memcheck $group"]=$!
+declare -A commands=([racecheck]=racecheck)
+groups=$("$python" sanitize_cases.py) && [ -n "$groups" ] || exit 1
+for group in $groups; do
+  commands["memcheck $group"]="sanitize memcheck $python sanitize_cases.py $group"
 done
-racecheck >"$logs/racecheck" 2>&1 &
-jobs[racecheck]=$!
+for name in "${!commands[@]}"; do
+  ${commands[$name]} >"$logs/$name" 2>&1 &
+  jobs[$name]=$!
+done
 
 failed=0
 for name in "${!jobs[@]}"; do
   wait "${jobs[$name]}"
-  status=$?
-  echo "== $name: exit status $status, $(grep -c ' ran$' "$logs/$name") cases," \
+  statuses[$name]=$?
+done
+for name in "${!jobs[@]}"; do
+  # compute-sanitizer itself may crash as it starts, where others start beside it: once more, alone.
+  if [ "${statuses[$name]}" -gt 128 ] && ! grep -q ' ran$' "$logs/$name"; then
+    echo "== $name: compute-sanitizer crashed before its first case; again"
+    ${commands[$name]} >"$logs/$name" 2>&1
+    statuses[$name]=$?
+  fi
+  echo "== $name: exit status ${statuses[$name]}, $(grep -c ' ran$' "$logs/$name") cases," \
     "$(grep -E '(ERROR|RACECHECK) SUMMARY' "$logs/$name" || echo 'no summary')"
-  if [ $status -ne 0 ]; then
+  if [ "${statuses[$name]}" -ne 0 ]; then
     grep -A 40 'COMPUTE-SANITIZER' "$logs/$name" | head -n 40
     failed=1
   fi
