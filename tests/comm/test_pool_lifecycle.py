@@ -138,6 +138,66 @@ def test_a_closed_pool_refuses_its_programs_by_name_and_a_second_close_does_noth
 
 
 @every_kind
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_close_waits_for_a_program_whose_results_were_dropped(kind, isolation):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    seen = {}
+
+    def come_late(rank, x):
+        time.sleep(0.3 * int(rank))
+        return x
+
+    def see(rank, out):
+        seen[int(rank)] = np.array(out)
+        return out
+
+    with kind.pool(mesh, "tp", isolation=isolation, timeout=10) as pool:
+
+        def body(x):
+            rank = jax.lax.axis_index("tp")
+            with pool.ordered():
+                out = kind.call(jax.pure_callback(come_late, x, rank, x), pool)
+            return jax.pure_callback(see, out, rank, out)
+
+        step = on_each(mesh, body).lower(parts).compile()
+        step(parts)
+    assert_same_bits([seen.get(rank) for rank in range(2)], kind.expected(parts, 2))
+
+
+def test_close_waits_whatever_mesh_and_settings_are_in_force_around_it():
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    ended = []
+
+    def end(rank, x):
+        time.sleep(0.3 * int(rank))
+        ended.append(int(rank))
+        return x
+
+    def body(x):
+        return jax.pure_callback(end, x, jax.lax.axis_index("tp"), comm.all_reduce(x, pool))
+
+    def close(x):
+        pool.close()
+        return x
+
+    for around in ("mesh", "disable_jit", "trace"):
+        ended.clear()
+        pool = comm.ChannelPool(mesh, "tp")
+        on_each(mesh, body).lower(parts).compile()(parts)
+        if around == "mesh":
+            with jax.set_mesh(jax.make_mesh((4,), ("other",))):
+                pool.close()
+        elif around == "disable_jit":
+            with jax.disable_jit():
+                pool.close()
+        else:
+            jax.jit(close).trace(1.0)
+        assert sorted(ended) == [0, 1], around
+
+
+@every_kind
 def test_an_abandoned_channel_is_quarantined_and_not_freed_alone(kind):
     mesh = mesh_of(2)
     with kind.pool(mesh, "tp") as pool:
