@@ -205,8 +205,12 @@ def _compile_markers(groups: Sequence[Sequence[jax.Device]]) -> list[Callable[[]
             failed.append(error)
 
     thread = threading.Thread(target=compile_all)
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts none while it exits
+        compile_all()
+    else:
+        thread.join()
     if failed:
         raise failed[0]
     return compiled

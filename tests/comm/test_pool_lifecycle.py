@@ -2,6 +2,8 @@
 
 import gc
 import io
+import subprocess
+import sys
 import time
 import warnings
 
@@ -195,6 +197,47 @@ def test_close_waits_whatever_mesh_and_settings_are_in_force_around_it():
         else:
             jax.jit(close).trace(1.0)
         assert sorted(ended) == [0, 1], around
+
+
+CLOSED_AT_EXIT = """
+import atexit, time
+import jax, jax.numpy as jnp
+from jax_b12x import comm
+
+mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+pool = comm.ChannelPool(mesh, "tp")
+atexit.register(pool.close)
+
+
+def come_late(rank, x):
+    time.sleep(0.3 * int(rank))
+    return x
+
+
+def end(rank, x):
+    print("ended", int(rank), flush=True)
+    return x
+
+
+def body(x):
+    rank = jax.lax.axis_index("tp")
+    x = jax.pure_callback(come_late, x, rank, x)
+    return jax.pure_callback(end, x, rank, comm.all_reduce(x, pool))
+
+
+x = jax.device_put(jnp.ones((2, 8)), jax.NamedSharding(mesh, jax.P("tp")))
+jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("tp"), out_specs=jax.P("tp"),
+                      check_vma=False)).lower(x).compile()(x)
+"""
+
+
+def test_close_waits_when_the_process_exits():
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED_AT_EXIT], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["ended 0", "ended 1"], done.stderr
+    assert "Error" not in done.stderr, done.stderr
 
 
 @every_kind
