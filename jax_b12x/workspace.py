@@ -388,11 +388,10 @@ class WorkspacePool(lifetime.ClosesOnExit):
     def _take_down(
         self, why: str, first_ids: dict[str, int], *, forever: bool, refusal: Any
     ) -> None:
+        taken = [record for record in self.records() if record.id >= first_ids[record.platform]]
         # Every program that was dispatched has its memory until it ends.
-        for array in jax.live_arrays():
-            if not array.is_deleted():
-                with contextlib.suppress(Exception):
-                    array.block_until_ready()
+        for platform in sorted({record.platform for record in taken}):
+            lifetime.wait_for_dispatched(jax.local_devices(backend=platform))
         reason = (
             f"workspace pool {self.name!r} was {'closed' if forever else 'rolled back'}: compile "
             "the program again"
@@ -407,7 +406,6 @@ class WorkspacePool(lifetime.ClosesOnExit):
                     require_idle=not forever,
                 )
 
-        taken = [record for record in self.records() if record.id >= first_ids[record.platform]]
         teardown(
             f"{why} of workspace pool {self.name!r}",
             [_Taken(self, record) for record in taken],

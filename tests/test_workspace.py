@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -316,6 +317,32 @@ def test_a_closed_pool_refuses_its_programs_and_new_ones(arguments):
     with pytest.raises(workspace.WorkspaceError, match="closed"), opened.use():
         pass
     workspace.WorkspacePool(name="short_lived").close()
+
+
+def test_close_waits_for_a_program_whose_results_were_dropped(arguments):
+    weights, *tokens = arguments
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    both = [jax.device_put(jnp.concatenate([t, t]), NamedSharding(mesh, P("d"))) for t in tokens]
+    ended = []
+
+    def come_late(rank, x):
+        time.sleep(0.3 * int(rank))
+        return x
+
+    def end(rank, x):
+        ended.append(int(rank))
+        return x
+
+    def body(x, ids, routes):
+        rank = jax.lax.axis_index("d")
+        x = jax.pure_callback(come_late, x, rank, x)
+        return jax.pure_callback(end, x, rank, moe.fused_moe(x, weights, ids, routes))
+
+    with workspace.WorkspacePool() as pool, pool.use():
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+        step = jax.jit(mapped).lower(*both).compile()
+        step(*both)
+    assert sorted(ended) == [0, 1]
 
 
 def test_a_function_outlives_its_pool_and_goes_on_in_the_next_one_of_its_name(arguments):

@@ -34,6 +34,8 @@ class ChannelMemory {
   // Returns when no call that uses this memory is in flight on `rank`; throws when that takes
   // longer than the pool's timeout allows.
   virtual void Quiesce(int rank) = 0;
+  // Every call is refused from now on: ends the calls that wait on the host for a rank to come.
+  virtual void Release() {}
   virtual void CloseImports(int rank) = 0;
   virtual void FreeExports(int rank) = 0;
   // What a device has reported, for a person: empty while all is well. Cheap, and without a wait.
@@ -88,7 +90,10 @@ class Channel {
     }
   }
   // The pool took the channel back.
-  void Retire(const std::string& reason) { Refuse(reason); }
+  void Retire(const std::string& reason) {
+    Refuse(reason);
+    memory_->Release();
+  }
 
  private:
   void Refuse(const std::string& reason) {

@@ -13,11 +13,9 @@ void MeetingPlace::Arrive(const std::shared_ptr<Channel>& channel, int group, in
   std::vector<Arrival> complete;
   {
     std::unique_lock<std::mutex> lock(mutex_);
+    // Nobody waits for this rank: whoever did was released.
     if (channel->refused()) {
-      // Whoever waits for this rank would wait in vain.
-      std::vector<Arrival> waiting = TakeWaiting();
       lock.unlock();
-      Fail(std::move(waiting));
       arrival.fill_nan();
       arrival.done(false);
       return;
@@ -98,6 +96,16 @@ void MeetingPlace::Fail(std::vector<Arrival> arrivals) {
     each.fill_nan();
     Crew::Get().Run([done = std::move(each.done)] { done(false); });
   }
+}
+
+// A rank that is refused may never come here: its program ends at the first refusal.
+void MeetingPlace::Release() {
+  std::vector<Arrival> waiting;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    waiting = TakeWaiting();
+  }
+  Fail(std::move(waiting));
 }
 
 void MeetingPlace::Quiesce(int rank) {

@@ -41,6 +41,7 @@ class MeetingPlace : public ChannelMemory, public std::enable_shared_from_this<M
               Arrival arrival, const Combine& combine);
 
   void Quiesce(int rank) override;
+  void Release() override;
   void CloseImports(int rank) override;
   void FreeExports(int rank) override;
   bool reusable() const override { return true; }
@@ -58,7 +59,7 @@ class MeetingPlace : public ChannelMemory, public std::enable_shared_from_this<M
   };
   using RunKey = std::pair<int, int64_t>;  // group, run
 
-  // Ends all meetings; the mutex is held. Returns who was there.
+  // Ends all meetings, once the channel is refused; the mutex is held. Returns who was there.
   std::vector<Arrival> TakeWaiting();
   static void Fail(std::vector<Arrival> arrivals);
   void Expire(const std::shared_ptr<Channel>& channel, RunKey key, int64_t number, uint64_t serial);

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _serials = itertools.count(1)
 
@@ -139,3 +146,71 @@ def refusal(held: Sequence[Held], kind: str) -> str:
         f"{', '.join(programs[:4])}{', ...' if programs[4:] else ''}; drop the compiled functions "
         "first (`del step`, or `step.clear_cache()`)"
     )
+
+
+def wait_for_dispatched(devices: Collection[jax.Device]) -> None:
+    """Waits until the devices have run what was dispatched to them, whoever has its results.
+
+    JAX runs programs asynchronously, and shows no more of them than the arrays that somebody has
+    kept. What was dropped is waited for with programs that the runtime runs after it. A GPU runs
+    programs in the order in which they were dispatched. CPU devices run programs of several devices
+    one after another, and those of one device in the order in which a thread has dispatched them.
+    This leaves out programs of one CPU device that another thread has dispatched and whose results
+    nobody has; they wait for no other device.
+
+    Args:
+      devices: devices of this process, all of one platform.
+    """
+    wanted = set(devices)
+    for array in jax.live_arrays():
+        if not array.is_deleted() and not wanted.isdisjoint(array.sharding.device_set):
+            # A failed computation has ended too; its error is its user's.
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
+    everywhere = sorted(wanted, key=lambda device: device.id)
+    groups = [everywhere]
+    if len(everywhere) > 1 and everywhere[0].platform == "cpu":
+        groups += [[device] for device in everywhere]
+    # Devices that run nothing any more have nothing in flight.
+    with contextlib.suppress(Exception), jax.disable_jit(False):
+        for marker in _compile_markers(groups):
+            marker().block_until_ready()
+
+
+# Compiling waits for no other process, which may be gone.
+_ALONE = {"xla_gpu_shard_autotuning": False}
+
+
+def _marker() -> jax.Array:
+    return jnp.zeros((), jnp.int32)
+
+
+def _compile_markers(groups: Sequence[Sequence[jax.Device]]) -> list[Callable[[], jax.Array]]:
+    """Compiles a program that does nothing, for all devices of each group together.
+
+    It does so on a thread, which has nothing of the caller's mesh and trace. Whoever calls the
+    programs dispatches them.
+    """
+    compiled: list[Callable[[], jax.Array]] = []
+    failed: list[Exception] = []
+
+    def compile_all() -> None:
+        try:
+            with jax.disable_jit(False):
+                for group in groups:
+                    sharding = NamedSharding(Mesh(np.array(group), ("all",)), PartitionSpec())
+                    marker = jax.jit(_marker, out_shardings=sharding, compiler_options=_ALONE)
+                    compiled.append(marker.lower().compile())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=compile_all)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts none while it exits
+        compile_all()
+    else:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return compiled

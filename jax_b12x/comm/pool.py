@@ -338,7 +338,7 @@ class Pool(lifetime.ClosesOnExit):
     def _take_down(
         self, why: str, first_id: int, *, forever: bool, refusal: Callable[[], str]
     ) -> None:
-        _wait_for_arrays(self.topology)
+        lifetime.wait_for_dispatched([p.device for p in self.topology.places if p.local])
         native = self._native
         ids = [record.id for record in self.records() if record.id >= first_id]
         ranks = sorted({place.rank for place in self.topology.places if place.local})
@@ -406,16 +406,6 @@ def _warn_of_few_threads(topology: Topology) -> None:
             "starts",
             stacklevel=3,
         )
-
-
-def _wait_for_arrays(topology: Topology) -> None:
-    """Waits for everything that was dispatched to the devices: JAX runs programs asynchronously."""
-    devices = {place.device for place in topology.places if place.local}
-    for array in jax.live_arrays():
-        if not array.is_deleted() and not devices.isdisjoint(array.sharding.device_set):
-            # A failed computation has ended too; its error is its user's.
-            with contextlib.suppress(Exception):
-                array.block_until_ready()
 
 
 def _forget(native: Any, ids: list[int]) -> None:

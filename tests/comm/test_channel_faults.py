@@ -11,6 +11,7 @@ from jax import lax
 from jax._src import dispatch
 
 from jax_b12x import comm
+from jax_b12x.comm import lifetime
 
 TIMEOUT = 0.5
 
@@ -110,6 +111,23 @@ def test_a_program_that_raises_before_the_call_does_not_hang_the_other_rank(kind
         with pytest.raises(comm.ChannelError, match="rank 1 did not arrive"):
             pool.check()
     dispatch.runtime_tokens.clear()  # JAX would report the planted error again when it exits
+
+
+@every_kind
+def test_who_waits_on_a_channel_that_its_pool_takes_back_is_released(kind, monkeypatch):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    # Nothing is dispatched while a pool is being closed; if it is after all, this is what it meets.
+    monkeypatch.setattr(lifetime, "wait_for_dispatched", lambda devices: None)
+    with kind.pool(mesh, "tp", timeout=10) as pool:
+        step = on_each(mesh, lost(kind, pool)).lower(parts).compile()
+        first, second = results_by_device(step(parts))
+        second.block_until_ready()
+        time.sleep(0.2)  # the first one comes to its call
+    # Not that the other one did not arrive within the timeout.
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"FAILED_PRECONDITION.*was closed"):
+        first.block_until_ready()
+    dispatch.runtime_tokens.clear()  # JAX would report the error again when it exits
 
 
 @every_kind

@@ -2,6 +2,8 @@
 
 import gc
 import io
+import subprocess
+import sys
 import time
 import warnings
 
@@ -135,6 +137,107 @@ def test_a_closed_pool_refuses_its_programs_by_name_and_a_second_close_does_noth
     with kind.pool(mesh, "tp", name="closing") as pool:
         step = on_each(mesh, lambda x: kind.call(x, pool))
         assert_same_bits(step(parts), kind.expected(parts, 2))
+
+
+@every_kind
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_close_waits_for_a_program_whose_results_were_dropped(kind, isolation):
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    seen = {}
+
+    def come_late(rank, x):
+        time.sleep(0.3 * int(rank))
+        return x
+
+    def see(rank, out):
+        seen[int(rank)] = np.array(out)
+        return out
+
+    with kind.pool(mesh, "tp", isolation=isolation, timeout=10) as pool:
+
+        def body(x):
+            rank = jax.lax.axis_index("tp")
+            with pool.ordered():
+                out = kind.call(jax.pure_callback(come_late, x, rank, x), pool)
+            return jax.pure_callback(see, out, rank, out)
+
+        step = on_each(mesh, body).lower(parts).compile()
+        step(parts)
+    assert_same_bits([seen.get(rank) for rank in range(2)], kind.expected(parts, 2))
+
+
+def test_close_waits_whatever_mesh_and_settings_are_in_force_around_it():
+    mesh = mesh_of(2)
+    parts = random_parts(0, mesh, (64,), jnp.float32)
+    ended = []
+
+    def end(rank, x):
+        time.sleep(0.3 * int(rank))
+        ended.append(int(rank))
+        return x
+
+    def body(x):
+        return jax.pure_callback(end, x, jax.lax.axis_index("tp"), comm.all_reduce(x, pool))
+
+    def close(x):
+        pool.close()
+        return x
+
+    for around in ("mesh", "disable_jit", "trace"):
+        ended.clear()
+        pool = comm.ChannelPool(mesh, "tp")
+        on_each(mesh, body).lower(parts).compile()(parts)
+        if around == "mesh":
+            with jax.set_mesh(jax.make_mesh((4,), ("other",))):
+                pool.close()
+        elif around == "disable_jit":
+            with jax.disable_jit():
+                pool.close()
+        else:
+            jax.jit(close).trace(1.0)
+        assert sorted(ended) == [0, 1], around
+
+
+CLOSED_AT_EXIT = """
+import atexit, time
+import jax, jax.numpy as jnp
+from jax_b12x import comm
+
+mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+pool = comm.ChannelPool(mesh, "tp")
+atexit.register(pool.close)
+
+
+def come_late(rank, x):
+    time.sleep(0.3 * int(rank))
+    return x
+
+
+def end(rank, x):
+    print("ended", int(rank), flush=True)
+    return x
+
+
+def body(x):
+    rank = jax.lax.axis_index("tp")
+    x = jax.pure_callback(come_late, x, rank, x)
+    return jax.pure_callback(end, x, rank, comm.all_reduce(x, pool))
+
+
+x = jax.device_put(jnp.ones((2, 8)), jax.NamedSharding(mesh, jax.P("tp")))
+jax.jit(jax.shard_map(body, mesh=mesh, in_specs=jax.P("tp"), out_specs=jax.P("tp"),
+                      check_vma=False)).lower(x).compile()(x)
+"""
+
+
+def test_close_waits_when_the_process_exits():
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED_AT_EXIT], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["ended 0", "ended 1"], done.stderr
+    assert "Error" not in done.stderr, done.stderr
 
 
 @every_kind
