@@ -87,7 +87,8 @@ class MoeDecode : public DecodeOutput<Recipe> {
     ring.init(lane);
     const uint64_t policy = ptx::evict_first_policy();
     if (kHasFc1 && kHasFc2) {
-      // Likewise the rows of y that go to other CTAs; this warp has nothing else to do yet.
+      // The rows of y that other CTAs read are marked as h is, by the warp that has nothing else to
+      // do yet.
       if (!owner) {
         ptx::mark_unwritten(p.y, p.num_tokens * p.top_k * p.plan.shape.fc2_row_tiles * 4,
                             blockIdx.x * 32 + lane, gridDim.x * 32);
