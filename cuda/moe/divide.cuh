@@ -22,8 +22,8 @@ __device__ __forceinline__ uint32_t divide(uint32_t a, const Divisor& d) {
   return a - q * d.by >= d.by ? q + 1 : q;
 }
 
-// Of a number that only the device knows, for dividing numbers below 2^19: its reciprocal is too
-// small by less than 2^-19 of it.
+// Of a number that only the device knows, for quotients below 2^19: its reciprocal is too small by
+// less than 2^-19 of it.
 __device__ __forceinline__ Divisor divisor_of(uint32_t by) {
   const uint32_t r = __float2uint_rz(__fdividef(4294967040.0f, static_cast<float>(by)));
   return {by, r - (r >> 20) - 1};
