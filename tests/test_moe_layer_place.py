@@ -139,3 +139,34 @@ def test_a_mesh_in_force_with_axes_of_other_types_is_named(rng):
         pytest.raises(ValueError, match="mesh has axes of the types Auto, Auto, but the one of ja"),
     ):
         jax.jit(lambda x, params: layer(x, params, pool=pool))(x, params)
+
+
+@pytest.mark.parametrize("axis", ["tensor_axis", "expert_axis"])
+@pytest.mark.parametrize("what", ["x", "token_mask", "residual"])
+def test_what_differs_along_the_layers_axes_is_refused_inside_a_shard_map(rng, axis, what):
+    layer = make_layer(mesh=mesh_of(tp=2), **{axis: "tp"})
+    params, x = layer.prepare(make_params(rng, layer)), make_x(rng, 4)
+    arguments = {"x": x, "token_mask": jnp.ones(4, jnp.bool_), "residual": x}
+    specs = {name: P("tp") if name == what else P() for name in arguments}
+
+    def step(params, arguments):
+        mask, residual = arguments["token_mask"], arguments["residual"]
+        weight = jnp.ones(HIDDEN, x.dtype)
+        return layer.add_norm(
+            arguments["x"], params, residual, weight, 1e-6, pool=pool, token_mask=mask
+        )
+
+    def mapped(specs):
+        in_specs = (layer.param_specs(params), specs)
+        return jax.jit(
+            jax.shard_map(step, mesh=layer.mesh, in_specs=in_specs, out_specs=(P(), P()))
+        )
+
+    with pool_of(layer) as pool:
+        # Each device has half of it, so that its shape is that of two tokens: twice as many for it.
+        twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), arguments[what])
+        with pytest.raises(ValueError, match=rf"{what} differs from device to device along 'tp'"):
+            mapped(specs)(params, {**arguments, what: twice})
+        same = mapped({name: P() for name in arguments})(params, arguments)
+        expected = jax.jit(step)(params, arguments)
+        jax.tree.map(np.testing.assert_array_equal, same, expected)

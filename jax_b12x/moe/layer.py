@@ -281,7 +281,9 @@ class MoELayer:
 
         Args:
           x: ``f32|bf16|f16[num_tokens, hidden]``, the same on every device; on a mesh of Explicit
-            axes it has to be sharded like that, on one of Auto axes it is brought there.
+            axes it has to be sharded like that, on one of Auto axes it is brought there. Inside a
+            ``shard_map`` over the layer's axes it must not vary over them, which is an error where
+            JAX keeps track (``check_vma``) and gives wrong results where it does not.
           params: from :meth:`prepare`.
           pool: the channels of the layer's axes; needed where it has any.
           token_mask: ``bool[num_tokens]``; tokens where it is false are padding: they have no
@@ -352,6 +354,8 @@ class MoELayer:
             norm = (residual, norm_weight, eps)
         axes = layer_place.axes_to_map(self)
         if not axes:
+            same = {"x": x, "token_mask": token_mask, "residual": residual}
+            layer_place.check_same_on_devices(self, {**same, "norm_weight": norm_weight})
             return self._run(x, params, pool, token_mask, norm)
         replicated = PartitionSpec()
         arguments = {

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from jax_b12x.comm import primitives
+
 if TYPE_CHECKING:
     from jax_b12x.moe.layer import MoELayer
 
@@ -69,6 +71,32 @@ def check_inside(layer: MoELayer) -> None:
             f"partial is called outside a shard_map over the layer's axes {layer.axes}: call it "
             "inside one, with params split as layer.param_specs says, or call the layer itself"
         )
+
+
+def check_same_on_devices(layer: MoELayer, arguments: Mapping[str, Any]) -> None:
+    """Checks that arrays do not differ along the layer's axes, inside a ``shard_map`` over them.
+
+    JAX tells where its ``check_vma`` is on; otherwise nothing is known.
+
+    Args:
+      layer: the layer.
+      arguments: from a name to an array, or ``None``.
+
+    Raises:
+      ValueError: one may differ; names it.
+    """
+    for name, array in arguments.items():
+        if array is None:
+            continue
+        differs = [a for a in layer.axes if a in primitives.varying(jax.typeof(array))]
+        if differs:
+            axes = differs[0] if len(differs) == 1 else tuple(differs)
+            raise ValueError(
+                f"{name} differs from device to device along {axes!r}, over which the layer is "
+                f"split; the layer takes it the same on all of them: give it an in_spec of "
+                f"shard_map that leaves {axes!r} out. Where it is the same in fact, as after "
+                f"jax.lax.all_gather, jax.lax.pmax({name}, {axes!r}) tells JAX so"
+            )
 
 
 def check_shardings(arguments: Mapping[str, tuple[Any, Any]]) -> None:
