@@ -49,9 +49,12 @@ def test_under_jit_on_a_mesh_and_with_donation_it_says_to_call_it_outside(rng):
         jax.jit(functools.partial(alone.prepare, donate=True))(params)
 
 
-def test_parameters_that_are_split_already_are_refused_with_what_to_do(rng):
-    layer, other = split_layer("tensor 2"), split_layer("experts 2")
+@pytest.mark.parametrize("shared_format", ["dense", "nvfp4"])
+def test_parameters_that_are_split_already_are_refused_with_what_to_do(rng, shared_format):
+    fields = {"recipe": "w4a16", "shared_format": shared_format, "shared_intermediate": 128}
+    layer, other = (split_layer(split, **fields) for split in ("tensor 2", "experts 2"))
     prepared = layer.prepare(make_params(rng, layer))
+    assert bool(prepared.joined) == (shared_format == "nvfp4")
     with pytest.raises(
         ValueError, match=r"split over \(1, 2\) .* already; call the layer with them"
     ):

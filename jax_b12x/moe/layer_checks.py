@@ -276,6 +276,12 @@ def check_whole(layer: MoELayer, params: LayerParams) -> None:
       TypeError: one is of another type.
       ValueError: they are not.
     """
+    check_not_split(layer, params)
+    _check_params(layer, params, layer.num_experts, layer.intermediate, layer.shared_intermediate)
+
+
+def check_not_split(layer: MoELayer, params: LayerParams) -> None:
+    """Checks that parameters are not split over devices yet; raises ``ValueError`` if they are."""
     if params.parts != (1, 1):
         parts = (layer.expert_parts, layer.tensor_parts)
         remedy = f"this layer is split over {parts}: load them again, and prepare those"
@@ -284,7 +290,6 @@ def check_whole(layer: MoELayer, params: LayerParams) -> None:
         raise ValueError(
             f"params are split over {params.parts} devices (experts, columns) already; {remedy}"
         )
-    _check_params(layer, params, layer.num_experts, layer.intermediate, layer.shared_intermediate)
 
 
 def check_local(layer: MoELayer, x: jax.Array, params: LayerParams) -> None:

@@ -31,6 +31,7 @@ def prepare(layer: MoELayer, params: LayerParams, donate: bool) -> LayerParams:
     if layer.mesh is None and _is_joined_as(params, made, layer.recipe):
         layer_checks.check_whole(layer, params)
         return params
+    layer_checks.check_not_split(layer, params)
     given = params
     if params.joined or (layer.mesh is not None and _is_in_a_layout(params)):
         params = params.unprepare()
