@@ -205,6 +205,9 @@ def test_half_precision_logits_are_routed_in_fp32():
 @pytest.mark.parametrize("router", ROUTERS)
 def test_bad_arguments_are_refused_by_name(router):
     logits = jnp.zeros((3, 8))
+    for count in (jnp.array([3, 1]), 1.5, np.nan, True):
+        with pytest.raises(ValueError, match=r"num_valid_tokens is .*; it must be one integer"):
+            router(logits, 2, num_valid_tokens=count)
     with pytest.raises(ValueError, match=r"top_k is 9; it must be within \[1, 8\]"):
         router(logits, 9)
     with pytest.raises(ValueError, match="top_k is 0"):

@@ -426,7 +426,13 @@ def _check(
     nan = jnp.any(jnp.isnan(logits), axis=-1)
     valid = jnp.ones(num_tokens, jnp.bool_)
     if num_valid_tokens is not None:
-        valid &= jnp.arange(num_tokens) < as_array("num_valid_tokens", num_valid_tokens)
+        count = as_array("num_valid_tokens", num_valid_tokens)
+        if count.shape or not jnp.issubdtype(count.dtype, jnp.integer):
+            raise ValueError(
+                f"num_valid_tokens is {count.dtype.name}{list(count.shape)}; it must be one "
+                "integer: tokens from it on are padding (token_mask says it token by token)"
+            )
+        valid &= jnp.arange(num_tokens) < count
     if token_mask is not None:
         checks.check_token_mask(token_mask, num_tokens)
         valid &= token_mask
