@@ -177,6 +177,9 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Makes expert weights of packed arrays, after checking that they fit together.
 
+        Values are checked of global scales alone: a block scale that is NaN makes NaN of what it
+        multiplies.
+
         Args:
           w13: ``uint8[num_experts, 2 * intermediate, hidden // 2]``, even column in the low nibble.
           w13_scale: ``[num_experts, 2 * intermediate, hidden // block]``, ``float8_e4m3fn`` (nvfp4)

@@ -30,8 +30,8 @@ def save_experts(
 ) -> None:
     """Saves MoE layers as NVIDIA ModelOpt does: a tensor for each expert, projection and part.
 
-    Writes ``model.safetensors``, ``config.json`` and ``hf_quant_config.json``. Loading what was
-    saved gives the same bits.
+    Writes ``model.safetensors``, ``config.json`` and ``hf_quant_config.json`` in the place of those
+    of an earlier call: save all layers at once. Loading what was saved gives the same bits.
 
     Args:
       path: a directory, made if need be.
