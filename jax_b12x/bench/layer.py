@@ -210,7 +210,7 @@ class _Bench:
         """A layer that is split over devices, and its parts."""
         return self._case(layer, tokens), {
             "step": _nothing,
-            "experts": layer.partial,
+            "experts": lambda x, params: layer.partial(_varying(x), params),
             "all_reduce": functools.partial(_reduced, pool),
             "layer": functools.partial(layer, pool=pool),
             "psum": functools.partial(_psum_layer, layer),
@@ -247,18 +247,12 @@ class _Bench:
         mesh = self.base.mesh
 
         def program(xs: jax.Array, params: list[moe.LayerParams]) -> jax.Array:
-            if mesh is not None:
-                # Parts differ from device to device; the chain goes on with each device's own.
-                xs = lax.pcast(xs, (_AXIS,), to="varying")
             out = jnp.zeros_like(xs[0])
             for _ in range(repeats):
                 for index, one in enumerate(params):
+                    # Parts differ from device to device; their chain goes on with each one's own.
                     out = step(xs[index] + out * _FEEDBACK, one)
-                    if mesh is None:
-                        continue
-                    if _AXIS not in jax.typeof(out).mat.varying:
-                        out = lax.pcast(out, (_AXIS,), to="varying")
-            return out
+            return out if mesh is None else _varying(out)
 
         if mesh is not None:
             specs = [self.base.param_specs(one) for one in params]
@@ -287,8 +281,14 @@ def _reduced(pool: comm.ChannelPool, x: jax.Array, _: moe.LayerParams) -> jax.Ar
 
 
 def _psum_layer(layer: moe.MoELayer, x: jax.Array, params: moe.LayerParams) -> jax.Array:
-    summed: jax.Array = lax.psum(layer.partial(x, params), _AXIS)
+    summed: jax.Array = lax.psum(layer.partial(_varying(x), params), _AXIS)
     return summed
+
+
+def _varying(x: jax.Array) -> jax.Array:
+    """Marks ``x`` as a device's own."""
+    known = jax.typeof(x).mat.varying
+    return x if _AXIS in known else lax.pcast(x, (_AXIS,), to="varying")
 
 
 def _routed_alone(layer: moe.MoELayer, x: jax.Array, params: moe.LayerParams) -> jax.Array:
