@@ -388,9 +388,8 @@ class WorkspacePool(lifetime.ClosesOnExit):
     def _take_down(
         self, why: str, first_ids: dict[str, int], *, forever: bool, refusal: Any
     ) -> None:
-        taken = [record for record in self.records() if record.id >= first_ids[record.platform]]
         # Every program that was dispatched has its memory until it ends.
-        for platform in sorted({record.platform for record in taken}):
+        for platform in sorted({record.platform for record in self.records()}):
             lifetime.wait_for_dispatched(jax.local_devices(backend=platform))
         reason = (
             f"workspace pool {self.name!r} was {'closed' if forever else 'rolled back'}: compile "
@@ -406,6 +405,7 @@ class WorkspacePool(lifetime.ClosesOnExit):
                     require_idle=not forever,
                 )
 
+        taken = [record for record in self.records() if record.id >= first_ids[record.platform]]
         teardown(
             f"{why} of workspace pool {self.name!r}",
             [_Taken(self, record) for record in taken],
