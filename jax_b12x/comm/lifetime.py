@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -171,9 +172,18 @@ def wait_for_dispatched(devices: Collection[jax.Device]) -> None:
     groups = [everywhere]
     if len(everywhere) > 1 and everywhere[0].platform == "cpu":
         groups += [[device] for device in everywhere]
+    try:
+        markers = _compile_markers(groups)
+    except Exception as error:
+        warnings.warn(
+            f"programs whose results were dropped are not waited for: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
     # Devices that run nothing any more have nothing in flight.
     with contextlib.suppress(Exception), jax.disable_jit(False):
-        for marker in _compile_markers(groups):
+        for marker in markers:
             marker().block_until_ready()
 
 
