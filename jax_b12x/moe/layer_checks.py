@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_b12x import comm
+from jax_b12x import arguments, comm
 from jax_b12x.arguments import check_array, what
 from jax_b12x.moe import checks, dense, planner, sharding
 from jax_b12x.moe.dense import DenseExpert
@@ -106,8 +106,7 @@ def check_integer(name: str, value: Any, least: int) -> None:
     Raises:
       ValueError: names it and what it must be.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} is {value!r}; it must be an integer: shapes are static")
+    arguments.check_integer(name, value)
     if value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more")
 
