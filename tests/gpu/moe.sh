@@ -14,7 +14,7 @@ nvcc -O3 -std=c++17 -I. --expt-relaxed-constexpr -cudart=static \
   timeout 60 "$out/moe_decode_chain" 2>&1 | tee "$out/moe-chain.txt"
 timeout 90 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_moe_cuda.py 2>&1 |
   tee "$out/moe-tests.txt"
-timeout 90 tests/gpu/sanitize.sh "$python" 2>&1 | tee "$out/moe-sanitize.txt"
+timeout 200 tests/gpu/sanitize.sh "$python" 2>&1 | tee "$out/moe-sanitize.txt"
 bench() {
   timeout 90 "$python" -m jax_b12x bench moe --top-k 8 --seconds 0.5 "$@"
 }
